@@ -1,0 +1,288 @@
+"""The typed configuration: every key, default, range and cross check, once.
+
+`load` is the only function here that reads anything. Precedence: flag > environment > file > default.
+"""
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from splitproxy.errors import ConfigError
+from splitproxy.model import Kind, Policy, Role
+
+ENV_PREFIX = "SPLITPROXY_"
+
+
+def _refuse_bool(value: object) -> object:
+    # For pydantic True is the number 1; in a configuration it is a mistake.
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def _listen_address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError('must be "HOST:PORT", for example "127.0.0.1:8080"; an IPv6 host goes in brackets')
+    return value
+
+
+def _engine_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment:
+        raise ValueError("must be the address of an engine, for example http://127.0.0.1:8081")
+    if parts.username or parts.password:
+        raise ValueError("must not hold a user name or password; name the key's variable in api_key_env")
+    return value.rstrip("/")
+
+
+Text = Annotated[str, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
+Seconds = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+Argument = Annotated[str, BeforeValidator(lambda v: str(v) if type(v) in (int, float) else v), Field(strict=True)]
+
+
+class Table(BaseModel):
+    """A table of the configuration file: frozen, and without room for keys that do nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class Queue(Table):
+    """How many requests may wait for a slot, and for how long."""
+
+    max: Count = 256
+    timeout_s: Seconds = 600
+
+
+class Split(Table):
+    """When prompts are handed over, and where session files go."""
+
+    policy: Policy = Policy.THRESHOLD
+    min_prompt_tokens: Count = 2048
+    on_prefill_failure: Literal["local", "reject"] = "local"
+    dir: Text = ""
+    max_session_mib: Count = 0
+    reserve_tokens: Positive = 1024
+    probe_tokens: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=64)] = 512
+    prefill_silence_s: Seconds = 60
+    transfer_timeout_s: Seconds = 120
+    decode_silence_s: Seconds = 300
+
+
+class Tokenizer(Table):
+    """Where token ids come from."""
+
+    source: Literal["auto", "engine"] = "auto"
+
+
+class Engine(Table):
+    """One engine server."""
+
+    name: Name = ""
+    role: Role
+    kind: Kind = Kind.LLAMA_SERVER
+    url: Annotated[str, Field(strict=True), AfterValidator(_engine_url)]
+    api_key_env: Text = ""
+
+
+class Launch(Table):
+    """What `splitproxy up` starts."""
+
+    engine: Text = "auto"
+    model: Text = Field(min_length=1)
+    args: tuple[Argument, ...] = ()
+    prefill_args: tuple[Argument, ...] = ()
+    decode_args: tuple[Argument, ...] = ()
+    prefill_gpu: Count | None = None
+    decode_gpu: Count | None = None
+    context: Positive = 8192
+    decode_slots: Positive = 1
+    log_dir: Text = ""
+    start_timeout_s: Seconds = 900
+
+    @model_validator(mode="after")
+    def _cards_differ(self) -> "Launch":
+        if self.prefill_gpu is not None and self.prefill_gpu == self.decode_gpu:
+            raise ValueError(f"prefill_gpu and decode_gpu are both {self.decode_gpu}; each engine needs a card of its own")
+        return self
+
+
+class Config(Table):
+    """The whole configuration. Durations are seconds, sizes MiB where the name says so."""
+
+    listen: Annotated[str, Field(strict=True), AfterValidator(_listen_address)] = "127.0.0.1:8080"
+    insecure: Flag = False
+    api_keys: tuple[Annotated[str, Field(strict=True, min_length=1)], ...] = ()
+    keep_alive_s: Seconds = 5
+    drain_s: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)] = 30
+    max_body_mib: Positive = 64
+    queue: Queue = Queue()
+    split: Split = Split()
+    tokenizer: Tokenizer = Tokenizer()
+    engines: tuple[Engine, ...] = ()
+    launch: Launch | None = None
+
+    @property
+    def host(self) -> str:
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.listen.rpartition(":")[2])
+
+    def of_role(self, role: Role) -> list[Engine]:
+        """The engines of one role, in the order of the file."""
+        return [engine for engine in self.engines if engine.role is role]
+
+
+def load(path: Path | None, env: Mapping[str, str], flags: Sequence[str] = ()) -> Config:
+    """Read and check a configuration.
+
+    `path` is a TOML file or None for none, `env` the process environment, `flags` are KEY=VALUE settings from the
+    command line with dots between levels. Raises ConfigError with every fault that was found.
+    """
+    faults: list[str] = []
+    tree: dict[str, Any] = {}
+    origin: dict[tuple[str, ...], str] = {}
+    if path is not None:
+        tree = _read_file(path)
+    for source, keys, text in (*_from_env(env), *_from_flags(flags, faults)):
+        value = text.split(",") if keys == ("api_keys",) else _literal(text)
+        if _put(tree, keys, value):
+            origin[keys] = source
+        else:
+            faults.append(f"{source}: {'.'.join(keys)} cannot be set: {keys[0]!r} is not a table")
+    default = str(path) if path is not None else "configuration"
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        faults += [_sentence(e, origin, default) for e in error.errors(include_url=False)]
+        raise ConfigError(faults) from None
+    faults += [f"{default}: {fault}" for fault in _cross_faults(config)]
+    if faults:
+        raise ConfigError(faults)
+    return _named(config)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: is not valid TOML: {error}"]) from None
+
+
+def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    for name, text in sorted(env.items()):
+        if name.startswith(ENV_PREFIX):
+            yield name, tuple(name.removeprefix(ENV_PREFIX).lower().split("__")), text
+
+
+def _from_flags(flags: Sequence[str], faults: list[str]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    for flag in flags:
+        key, equals, text = flag.partition("=")
+        if equals and key:
+            yield "command line", tuple(key.strip().split(".")), text
+        else:
+            faults.append(f"command line: {flag!r} is not KEY=VALUE, for example split.policy=never")
+
+
+def _literal(text: str) -> Any:
+    """A value as TOML would read it; what is no TOML value is a plain string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(tree: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            return False
+    tree[keys[-1]] = value
+    return True
+
+
+def _sentence(error: ErrorDetails, origin: Mapping[tuple[str, ...], str], default: str) -> str:
+    place = [part for part in error["loc"] if part != "function-before[_refuse_bool(), int]"]
+    keys = tuple(str(part) for part in place)
+    source = next((origin[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in origin), default)
+    key = ".".join(keys)
+    if error["type"] == "extra_forbidden":
+        known = sorted(_model_at(place[:-1]).model_fields)
+        near = difflib.get_close_matches(keys[-1], known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"{source}: unknown key {key}; {hint}known keys here: {', '.join(known)}"
+    if error["type"] == "missing":
+        return f"{source}: {key} is missing"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    secret = keys[:1] == ("api_keys",) or keys[-1:] == ("url",) and "password" in message
+    if secret or isinstance(error["input"], dict | list):
+        return f"{source}: {key}: {message}"
+    return f"{source}: {key} = {error['input']!r}: {message}"
+
+
+def _model_at(place: Sequence[int | str]) -> type[BaseModel]:
+    """The table that a place in the file belongs to."""
+    tables: dict[str, type[BaseModel]] = {
+        "queue": Queue, "split": Split, "tokenizer": Tokenizer, "engines": Engine, "launch": Launch,
+    }  # fmt: skip
+    return tables.get(str(place[0]), Config) if place else Config
+
+
+def _cross_faults(config: Config) -> Iterator[str]:
+    if not _is_loopback(config.host) and not config.api_keys and not config.insecure:
+        yield (
+            f"listen = {config.listen!r} can be reached from other machines; "
+            "set api_keys, or insecure = true if that is meant"
+        )
+    if config.engines and not config.of_role(Role.DECODE):
+        yield 'engines: none has role = "decode"; one must write the answers'
+    for key in ("name", "url"):
+        values = [value for engine in config.engines if (value := getattr(engine, key))]
+        for value in sorted({v for v in values if values.count(v) > 1}):
+            yield f"engines: {key} = {value!r} is given to more than one engine"
+    if not config.engines and config.launch is None:
+        yield "engines: none is named; add one [[engines]] table for each engine, or [launch] for `splitproxy up`"
+    for engine in config.engines:
+        if engine.api_key_env and engine.api_key_env not in os.environ:
+            yield f"engines: api_key_env = {engine.api_key_env!r}: there is no such environment variable"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _named(config: Config) -> Config:
+    """Give each nameless engine its role as name, numbered where there are several."""
+    engines = list(config.engines)
+    taken = {engine.name for engine in engines}
+    for place, engine in enumerate(engines):
+        if not engine.name:
+            number = 1
+            while (name := engine.role.value + (f"-{number}" if number > 1 else "")) in taken:
+                number += 1
+            taken.add(name)
+            engines[place] = engine.model_copy(update={"name": name})
+    return config.model_copy(update={"engines": tuple(engines)})

@@ -1,0 +1,287 @@
+"""The frozen records and closed enums that modules pass to each other. Nothing here acts."""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Self
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Kind(StrEnum):
+    LLAMA_SERVER = "llama-server"
+
+
+class Policy(StrEnum):
+    THRESHOLD = "threshold"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class RouteKind(StrEnum):
+    LOCAL = "local"  # the decode engine reads the prompt itself
+    HANDOVER = "handover"
+
+
+class Reason(StrEnum):
+    """Why a route was taken: metric label, log word and response header."""
+
+    WORTH_MOVING = "worth_moving"
+    FORCED = "forced"
+    TOO_SHORT = "too_short"
+    WARM = "warm"
+    PREFILL_DOWN = "prefill_down"
+    PAIR_UNPROVEN = "pair_unproven"
+    PAIR_SWITCHED_OFF = "pair_switched_off"
+    TOO_LONG = "too_long"
+    NO_ROOM = "no_room"
+    NOT_SPLITTABLE = "not_splittable"
+    TOKENIZER_DOWN = "tokenizer_down"
+    DISABLED = "disabled"
+
+
+class Api(StrEnum):
+    """The API that a client speaks. It decides the shape of errors and keep-alives."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    NATIVE = "completion"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    OTHER = "other"
+
+
+class EngineState(StrEnum):
+    DOWN = "down"
+    LOADING = "loading"
+    READY = "ready"
+
+
+class PairState(StrEnum):
+    UNPROVEN = "unproven"  # no self-test has passed yet
+    PROVEN = "proven"
+    SWITCHED_OFF = "switched_off"  # handovers succeeded but nothing was reused
+
+
+class Outcome(StrEnum):
+    """How a request ended for the client."""
+
+    OK = "ok"
+    ERROR = "error"
+    CANCELLED = "cancelled"  # the client left
+
+
+class Tokens:
+    """A sequence of token ids, 4 bytes each, compared as memory."""
+
+    __slots__ = ("_raw",)
+    _raw: bytes
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        packed = array("i", ids)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        self._raw = packed.tobytes()
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Self:
+        """Little-endian 32-bit ids, as session files hold them."""
+        if len(raw) % 4:
+            raise ValueError("a token id is 4 bytes")
+        tokens = cls.__new__(cls)
+        tokens._raw = raw
+        return tokens
+
+    def __len__(self) -> int:
+        return len(self._raw) // 4
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokens) and self._raw == other._raw
+
+    def __hash__(self) -> int:
+        return hash(self._raw)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tokens>"  # ids are the prompt: they must not reach a log
+
+    def to_bytes(self) -> bytes:
+        return self._raw
+
+    def to_list(self) -> list[int]:
+        packed = array("i")
+        packed.frombytes(self._raw)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        return packed.tolist()
+
+    def head(self, count: int) -> "Tokens":
+        """The first `count` tokens."""
+        return Tokens.from_bytes(self._raw[: 4 * max(count, 0)])
+
+    def common_prefix(self, other: "Tokens") -> int:
+        """How many leading tokens both share.
+
+        Whole blocks are compared as memory, so that a conversation of 128k tokens costs microseconds.
+        """
+        a, b = self._raw, other._raw
+        shared, end = 0, min(len(a), len(b))
+        block = end
+        while shared < end:
+            block = min(block, end - shared)
+            if b.startswith(a[shared : shared + block], shared):
+                shared += block
+            elif block <= 4:
+                break
+            else:
+                block = max(4, block // 2 // 4 * 4)
+        return shared // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A client's request, as far as routing needs to know it. `body` is what the client sent, byte for byte."""
+
+    api: Api
+    path: str
+    body: bytes = field(repr=False)
+    stream: bool = False
+    max_tokens: int | None = None  # the longest answer that the client allows
+    prompt: str | tuple[int, ...] | None = field(default=None, repr=False)  # None: in the chat messages
+    not_splittable: str | None = None  # the feature that keeps this request on the decode engine
+    keeps_cache: bool = True  # False: the client asked for cache_prompt = false
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What an engine says about itself. Two engines of a pair must agree on all but `build`, `slots` and `context`."""
+
+    build: str
+    model: str
+    vocabulary: str
+    template: str  # a digest, or "" where there is none
+    special_tokens: str
+    context: int  # tokens a slot can hold
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a prefill engine gives and a decode engine redeems. `handle` means something to the adapters only."""
+
+    handle: str
+    tokens: int
+    session_bytes: int
+    cached_tokens: int  # what the prefill engine reused
+    prefill_ms: float
+    save_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Redeemed:
+    """What a decode engine restored."""
+
+    tokens: int
+    restore_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """An engine's own figures of one answer. `cached_tokens` + `read_tokens` = the prompt."""
+
+    cached_tokens: int
+    read_tokens: int
+    prompt_ms: float
+    answer_tokens: int
+    answer_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeView:
+    """A decode engine, as the router sees it for one prompt."""
+
+    engine: str
+    held_tokens: int  # the longest prefix of the prompt that one of its slots holds
+    context: int
+    free_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillView:
+    """A prefill engine together with one decode engine, as the router sees them."""
+
+    engine: str
+    decode_engine: str
+    up: bool
+    pair: PairState
+    context: int
+    waiting: int  # requests that read or wait to read there
+    room: bool  # the session file fits beside those in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A decision and the figures behind it."""
+
+    kind: RouteKind
+    reason: Reason
+    decode_engine: str
+    prefill_engine: str | None = None
+    prompt_tokens: int | None = None
+    held_tokens: int | None = None
+    uncached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverFigures:
+    """What a handover cost."""
+
+    prefill_ms: float
+    save_ms: float
+    restore_ms: float
+    session_bytes: int
+    prefill_read_tokens: int
+    prefill_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Where and how a handover failed."""
+
+    step: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One finished request: the source of its metrics, its log line and the status page. Times are milliseconds."""
+
+    request_id: str
+    api: Api
+    stream: bool
+    outcome: Outcome
+    status: int
+    step: str  # the step it ended in, for cancelled requests
+    route: Route | None
+    queue_ms: float
+    tokenize_ms: float
+    first_byte_ms: float | None
+    total_ms: float
+    decode_ms: float | None = None
+    figures: Figures | None = None
+    handover: HandoverFigures | None = None
+    effective: bool | None = None  # None: nothing was handed over
+    failure: Failure | None = None
+    added_first_byte_ms: float | None = None  # first byte minus the engines' own time
+    gaps_ms: tuple[float, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """How the prompt was read: local, handover, or fallback after a failed handover."""
+        if self.failure is not None:
+            return "fallback"
+        return self.route.kind.value if self.route is not None else RouteKind.LOCAL.value
