@@ -3,8 +3,8 @@
     python -m splitproxy.engines.embedded -m model.gguf --port 8081 -np 1
 
 It owns the flags and the process's manners (it dies with its parent, ends at once on SIGTERM, creates private files
-only) and nothing else: what is served is llama.cpp's. It is never imported to serve inside the proxy's process, because a damaged
-session file or a full graphics card ends the process that the engine lives in.
+only) and nothing else: what is served is llama.cpp's. It never serves inside the proxy's process: a damaged session
+file or a full graphics card ends the process that the engine lives in.
 """
 
 import argparse
@@ -217,7 +217,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
             parser.add_argument(*flag.names, dest=str(place), action="store_const", const=True, help=flag.field)
         else:
             parser.add_argument(*flag.names, dest=str(place), metavar="VALUE", help=flag.field)
-    given, unknown = parser.parse_known_args(argv)
+    given, unknown = parser.parse_known_args([_hyphens(word) for word in argv])
     if unknown:
         raise UsageError(f"the embedded engine does not know {unknown[0]!r}; a llama-server binary may")
     for place, flag in enumerate(FLAGS):
@@ -227,6 +227,12 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     if not fields.get("model.path"):
         raise UsageError("-m names no model file")
     return fields
+
+
+def _hyphens(word: str) -> str:
+    # llama-server takes --ctx_size for --ctx-size, too.
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _value(flag: Flag, text: str) -> Any:
