@@ -56,13 +56,16 @@ class Flag:
     value: Any = True
 
 
-def _choice(*allowed: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in allowed:
-            raise ValueError(f"one of {', '.join(allowed)}")
-        return text
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Reads a word that must be one of a few."""
 
-    return read
+    allowed: tuple[str, ...]
+
+    def __call__(self, text: str) -> str:
+        if text not in self.allowed:
+            raise ValueError(f"one of {', '.join(self.allowed)}")
+        return text
 
 
 def _integer(text: str) -> int:
@@ -85,7 +88,7 @@ def _gpu_layers(text: str) -> int:
 
 
 def _on_off(text: str) -> bool:
-    return _choice("on", "off")(text) == "on"
+    return OneOf(("on", "off"))(text) == "on"
 
 
 def _folder(text: str) -> str:
@@ -124,15 +127,15 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("-tb", "--threads-batch"), "cpuparams_batch.n_threads", _integer),
     Flag(("--threads-http",), "n_threads_http", _integer),
     Flag(("-ngl", "--gpu-layers", "--n-gpu-layers"), "n_gpu_layers", _gpu_layers),
-    Flag(("-sm", "--split-mode"), "split_mode", _choice("none", "layer", "row", "tensor")),
+    Flag(("-sm", "--split-mode"), "split_mode", OneOf(("none", "layer", "row", "tensor"))),
     Flag(("-mg", "--main-gpu"), "main_gpu", _integer),
     Flag(("-nkvo", "--no-kv-offload"), "no_kv_offload"),
     Flag(("-kvo", "--kv-offload"), "no_kv_offload", value=False),
     Flag(("--no-op-offload",), "no_op_offload"),
     Flag(("-fit", "--fit"), "fit_params", _on_off),
-    Flag(("-fa", "--flash-attn"), "flash_attn_type", _choice("on", "off", "auto")),
-    Flag(("-ctk", "--cache-type-k"), "cache_type_k", _choice(*_CACHE_TYPES)),
-    Flag(("-ctv", "--cache-type-v"), "cache_type_v", _choice(*_CACHE_TYPES)),
+    Flag(("-fa", "--flash-attn"), "flash_attn_type", OneOf(("on", "off", "auto"))),
+    Flag(("-ctk", "--cache-type-k"), "cache_type_k", OneOf(_CACHE_TYPES)),
+    Flag(("-ctv", "--cache-type-v"), "cache_type_v", OneOf(_CACHE_TYPES)),
     Flag(("-cram", "--cache-ram"), "cache_ram_mib", _integer),
     Flag(("--cache-idle-slots",), "cache_idle_slots"),
     Flag(("--no-cache-idle-slots",), "cache_idle_slots", value=False),
@@ -161,11 +164,11 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--no-jinja",), "use_jinja", value=False),
     Flag(("--chat-template",), "chat_template", str),
     Flag(("--chat-template-file",), "chat_template", _file_text),
-    Flag(("--reasoning-format",), "reasoning_format", _choice("none", "auto", "deepseek", "deepseek-legacy")),
+    Flag(("--reasoning-format",), "reasoning_format", OneOf(("none", "auto", "deepseek", "deepseek-legacy"))),
     Flag(("--mmap",), "load_mode", value="mmap"),
     Flag(("--no-mmap",), "load_mode", value="none"),
     Flag(("--mlock",), "load_mode", value="mlock"),
-    Flag(("--rope-scaling",), "rope_scaling_type", _choice("none", "linear", "yarn")),
+    Flag(("--rope-scaling",), "rope_scaling_type", OneOf(("none", "linear", "yarn"))),
     Flag(("--rope-freq-base",), "rope_freq_base", _number),
     Flag(("--rope-freq-scale",), "rope_freq_scale", _number),
     Flag(("--yarn-orig-ctx",), "yarn_orig_ctx", _integer),
@@ -180,7 +183,7 @@ FLAGS: tuple[Flag, ...] = (
 )
 
 # How a word of the command line is spelled among the constants of xllamacpp: the enum, and the constant's name.
-_ENUMS: Mapping[str, tuple[str, Callable[[str], str]]] = {
+ENUMS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "cache_type_k": ("ggml_type", lambda word: f"GGML_TYPE_{word.upper()}"),
     "cache_type_v": ("ggml_type", lambda word: f"GGML_TYPE_{word.upper()}"),
     "flash_attn_type": (
@@ -263,8 +266,8 @@ def parameters(fields: Mapping[str, Any]) -> Any:
     params = xllamacpp.CommonParams()
     for field, value in fields.items():
         holder, _, name = field.rpartition(".")
-        if field in _ENUMS:
-            enum, constant = _ENUMS[field]
+        if field in ENUMS:
+            enum, constant = ENUMS[field]
             value = getattr(getattr(xllamacpp, enum), constant(value))
         setattr(getattr(params, holder) if holder else params, name, value)
     return params
