@@ -224,7 +224,8 @@ sys.exit("; ".join(faults) or 0)
 PY
 }
 
-session_folder_is_empty() { [[ -z $(find "$sessions" -mindepth 1 -print -quit) ]]; }
+# But for the lock, which tells the next proxy whose folder it is.
+session_folder_is_empty() { [[ -z $(find "$sessions" -mindepth 1 ! -name .splitproxy.lock -print -quit) ]]; }
 
 # --- the test
 

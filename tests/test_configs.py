@@ -17,6 +17,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from splitproxy.config import Config, load
+from splitproxy.flags import launch_faults
 from splitproxy.model import Role
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +74,14 @@ def proxy() -> Config:
 def test_each_configuration_loads(path: Path) -> None:
     """What we ship starts as it stands; compose.toml with the keys that compose.yaml insists on."""
     load(path, KEYS if path.name == "compose.toml" else {})
+
+
+@pytest.mark.parametrize("name", ["reference.toml", "two-gpus.toml"])
+def test_the_engines_could_be_started(name: str) -> None:
+    """What [launch] gives the engines does not contradict a handover."""
+    launch = load(CONFIGS / name, {}).launch
+    assert launch
+    assert launch_faults(launch) == []
 
 
 # --- reference.toml
