@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tests.fake_model import Sample, piece
+from tests.fake_model import VOCABULARY, Sample, piece, render
 
 JsonDict = dict[str, Any]
 
@@ -153,7 +153,10 @@ def probabilities(samples: Sequence[Sample], count: int) -> list[JsonDict]:
 
 
 class Dialect(Protocol):
-    """How one API says what was generated. Each method returns the bytes that a stream carries at that point."""
+    """How one API asks, and how it says what was generated: the bytes that a stream carries at each point."""
+
+    def prompt(self, body: JsonDict) -> str | list[Any]:
+        """Text, or a list of token ids and texts. Raises RefusalError where the body has none."""
 
     def limit(self, body: JsonDict) -> int | None:
         """The most answer tokens that the body allows; None without a limit."""
@@ -178,6 +181,9 @@ def _limit(body: JsonDict, *names: str) -> int | None:
 
 class Chat:
     """/v1/chat/completions."""
+
+    def prompt(self, body: JsonDict) -> str | list[Any]:
+        return chat_prompt(body)
 
     def limit(self, body: JsonDict) -> int | None:
         return _limit(body, "max_tokens", "max_completion_tokens", "n_predict")
@@ -236,6 +242,9 @@ class Chat:
 class Completions:
     """/v1/completions."""
 
+    def prompt(self, body: JsonDict) -> str | list[Any]:
+        return _plain_prompt(body)
+
     def limit(self, body: JsonDict) -> int | None:
         return _limit(body, "max_tokens", "n_predict")
 
@@ -281,6 +290,9 @@ class Completions:
 
 class Native:
     """/completion."""
+
+    def prompt(self, body: JsonDict) -> str | list[Any]:
+        return _plain_prompt(body)
 
     def limit(self, body: JsonDict) -> int | None:
         return _limit(body, "n_predict", "max_tokens")
@@ -348,6 +360,9 @@ class Native:
 class Messages:
     """/v1/messages."""
 
+    def prompt(self, body: JsonDict) -> str | list[Any]:
+        return chat_prompt({**body, "messages": [*_lead(body.get("system")), *body.get("messages", [])]})
+
     def limit(self, body: JsonDict) -> int | None:
         return _limit(body, "max_tokens")
 
@@ -404,6 +419,11 @@ class Messages:
 
 class Responses:
     """/v1/responses."""
+
+    def prompt(self, body: JsonDict) -> str | list[Any]:
+        given = body.get("input", "")
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        return chat_prompt({**body, "messages": [*_lead(body.get("instructions")), *messages]})
 
     def limit(self, body: JsonDict) -> int | None:
         return _limit(body, "max_output_tokens", "max_tokens")
@@ -471,12 +491,87 @@ class Responses:
         return {"model": made.model, "output": [self._output(made)], "usage": usage}
 
 
+def _plain_prompt(body: JsonDict) -> str | list[Any]:
+    if "prompt" not in body:
+        raise RefusalError(400, "[json.exception.out_of_range.403] key 'prompt' not found")
+    prompt: str | list[Any] = body["prompt"]
+    return prompt
+
+
+def chat_prompt(body: JsonDict) -> str:
+    if "messages" not in body:
+        raise RefusalError(400, "'messages' is required")
+    if not isinstance(body["messages"], list):
+        raise RefusalError(400, "Expected 'messages' to be an array")
+    for message in body["messages"]:
+        parts = message.get("content")
+        if isinstance(parts, list) and any(
+            part.get("type") not in ("text", "input_text", "output_text") for part in parts
+        ):
+            hint = "hint: if this is unexpected, you may need to provide the mmproj"
+            raise RefusalError(500, f"image input is not supported - {hint}")
+    return render(body)
+
+
+def _lead(text: object) -> list[JsonDict]:
+    return [{"role": "system", "content": text}] if text else []
+
+
 def settings(body: JsonDict) -> JsonDict:
     """The sampling settings of a request, as the last native event repeats them."""
     known = {**SAMPLING, **SETTINGS_OF_A_REQUEST, "reasoning_format": "deepseek"}
     given = {name: value for name, value in body.items() if name in known}
     limit = body.get("n_predict", body.get("max_tokens", -1))
     return {**known, **given, "n_predict": limit, "max_tokens": limit}
+
+
+def models(name: str, context: int) -> JsonDict:
+    """GET /v1/models."""
+    meta = {
+        "vocab_type": 2, "n_vocab": VOCABULARY, "n_ctx": context, "n_ctx_train": 131072, "n_embd": 64,
+        "n_params": 139584, "size": 279808, "ftype": "F16",
+    }  # fmt: skip
+    model = {
+        "id": name, "aliases": [name], "tags": [], "object": "model",
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "created": 1700000000, "owned_by": "llamacpp", "meta": meta,
+    }  # fmt: skip
+    summary = {
+        "name": name, "model": name, "modified_at": "", "size": "", "digest": "", "type": "model", "description": "",
+        "tags": [""], "capabilities": ["completion"], "parameters": "", "details": {"format": "gguf"},
+    }  # fmt: skip
+    return {"models": [summary], "object": "list", "data": [model]}
+
+
+def props(name: str, build: str, context: int, slots: int) -> JsonDict:
+    """GET /props."""
+    told: JsonDict = {
+        "default_generation_settings": {"params": SAMPLING, "n_ctx": context}, "total_slots": slots,
+        "model_alias": name, "model_ftype": "F16", "model_path": f"/models/{name}.gguf",
+        "modalities": {"vision": False, "video": False, "audio": False}, "media_marker": "<__media__>",
+        "endpoint_slots": True, "endpoint_props": False, "endpoint_metrics": True, "ui": True, "ui_settings": {},
+        "chat_template": "chatml", "chat_template_caps": {"supports_tools": True}, "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>", "build_info": build, "is_sleeping": False, "cors_proxy_enabled": False,
+    }  # fmt: skip
+    return told
+
+
+def slot_state(number: int, context: int, busy: bool) -> JsonDict:
+    """One of GET /slots, as long as the slot has never been used."""
+    return {"id": number, "n_ctx": context, "speculative": False, "is_processing": busy}
+
+
+def used_slot_state(task: int, tokens: int, read: int, cached: int, answered: int, busy: bool) -> JsonDict:
+    """What GET /slots says besides once a slot has been used."""
+    following = {"has_next_token": busy, "has_new_line": False, "n_remain": -1, "n_decoded": answered}
+    return {
+        "id_task": task,
+        "n_prompt_tokens": tokens,
+        "n_prompt_tokens_processed": read,
+        "n_prompt_tokens_cache": cached,
+        "params": SAMPLING,
+        "next_token": [following],
+    }
 
 
 def _origin(made: Generation, kind: str) -> JsonDict:
@@ -491,3 +586,19 @@ def _at(value: Any, path: str) -> Any:
     for name in path.split("/"):
         value = value[name]
     return value
+
+
+DIALECTS: dict[str, Dialect] = {
+    "/completion": Native(),
+    "/completions": Native(),
+    "/v1/completions": Completions(),
+    "/v1/chat/completions": Chat(),
+    "/chat/completions": Chat(),
+    "/v1/responses": Responses(),
+    "/v1/messages": Messages(),
+}
+COUNTS: dict[str, Dialect] = {
+    "/v1/chat/completions/input_tokens": Chat(),
+    "/v1/responses/input_tokens": Responses(),
+    "/v1/messages/count_tokens": Messages(),
+}
