@@ -159,11 +159,12 @@ class Launcher:
         level = logging.ERROR if child.role is Role.DECODE else logging.WARNING
         failing = tried_at is not None
         while True:
-            if child.process is not None:
-                end = await child.ended()
-                log.log(level, "%s is gone: %s. It is started again; its log is %s.", child, end, child.log_path)
+            end = await child.ended() if child.process is not None else None
+            delay_s = heal_delay_s(tried_at, time.monotonic(), self._heal_interval_s)
+            if end is not None:
+                log.log(level, "%s is gone: %s. Next start in %.0f s; see %s.", child, end, delay_s, child.log_path)
                 failing = False
-            await asyncio.sleep(heal_delay_s(tried_at, time.monotonic(), self._heal_interval_s))
+            await asyncio.sleep(delay_s)
             tried_at = time.monotonic()
             try:
                 await child.start(self._launch.start_timeout_s)
@@ -262,15 +263,17 @@ class _Child:
         if self.process is None:
             return
         self.ready = False
-        _signal_group(self.process.pid, signal.SIGTERM)
         try:
+            _signal_group(self.process.pid, signal.SIGTERM)
             async with asyncio.timeout(grace_s):
                 await self.ended()
-            return
         except TimeoutError:
             log.warning("%s did not stop within %g s when asked to; it is killed.", self, grace_s)
         finally:
-            self.kill()
+            await self._end_by_force()
+
+    async def _end_by_force(self) -> None:
+        self.kill()
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
                 await self.ended()
