@@ -119,7 +119,9 @@ class Launch(Table):
     @model_validator(mode="after")
     def _cards_differ(self) -> "Launch":
         if self.prefill_gpu is not None and self.prefill_gpu == self.decode_gpu:
-            raise ValueError(f"prefill_gpu and decode_gpu are both {self.decode_gpu}; each engine needs a card of its own")
+            raise ValueError(
+                f"prefill_gpu and decode_gpu are both {self.decode_gpu}; each engine needs a card of its own"
+            )
         return self
 
 
@@ -234,7 +236,7 @@ def _sentence(error: ErrorDetails, origin: Mapping[tuple[str, ...], str], defaul
     if error["type"] == "missing":
         return f"{source}: {key} is missing"
     message = error["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    secret = keys[:1] == ("api_keys",) or keys[-1:] == ("url",) and "password" in message
+    secret = keys[:1] == ("api_keys",) or (keys[-1:] == ("url",) and "password" in message)
     if secret or isinstance(error["input"], dict | list):
         return f"{source}: {key}: {message}"
     return f"{source}: {key} = {error['input']!r}: {message}"

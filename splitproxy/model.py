@@ -154,6 +154,7 @@ class Ask:
     prompt: str | tuple[int, ...] | None = field(default=None, repr=False)  # None: in the chat messages
     not_splittable: str | None = None  # the feature that keeps this request on the decode engine
     keeps_cache: bool = True  # False: the client asked for cache_prompt = false
+    progress: bool = False  # the client asked for progress events, which come before the prompt is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,7 @@ class RequestRecord:
     status: int
     step: str  # the step it ended in, for cancelled requests
     route: Route | None
+    engine: str  # the decode engine that answered
     queue_ms: float
     tokenize_ms: float
     first_byte_ms: float | None
@@ -276,7 +278,6 @@ class RequestRecord:
     handover: HandoverFigures | None = None
     effective: bool | None = None  # None: nothing was handed over
     failure: Failure | None = None
-    added_first_byte_ms: float | None = None  # first byte minus the engines' own time
     gaps_ms: tuple[float, ...] = ()
 
     @property
@@ -285,3 +286,13 @@ class RequestRecord:
         if self.failure is not None:
             return "fallback"
         return self.route.kind.value if self.route is not None else RouteKind.LOCAL.value
+
+    @property
+    def added_first_byte_ms(self) -> float | None:
+        """What the proxy itself added before the first byte: all that was no engine's work and no waiting."""
+        if self.first_byte_ms is None or self.figures is None:
+            return None
+        engines_ms = self.figures.prompt_ms
+        if self.handover is not None:
+            engines_ms += self.handover.prefill_ms + self.handover.save_ms + self.handover.restore_ms
+        return max(0.0, self.first_byte_ms - self.queue_ms - engines_ms)

@@ -42,7 +42,7 @@ from tests.fake_wire import Generation, JsonDict, RefusalError
 
 __all__ = ["Call", "FakeEngine", "Knobs", "Restore", "Run", "Save", "Slot", "Stage"]
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request, Call], Awaitable[web.StreamResponse]]
 
 HEADERS = {"Server": "llama.cpp", "Access-Control-Allow-Origin": ""}
 ODD_SIZES = (1, 5, 2, 17, 3, 64, 7, 11)
@@ -191,7 +191,17 @@ class FakeEngine:
     # ---- HTTP ----
 
     def _app(self) -> web.Application:
-        app = web.Application(middlewares=[self._middleware], client_max_size=1 << 28)
+        app = web.Application(client_max_size=1 << 28)
+        for (method, path), handler in self._routes().items():
+            app.router.add_route(method, path, self._noted(handler))
+        app.router.add_get("/fake/violations", self._tell(lambda: self.violations))
+        app.router.add_get("/fake/calls", self._tell(self._told_calls))
+        app.router.add_get("/fake/knobs", self._tell(lambda: asdict(self.knobs)))
+        app.router.add_post("/fake/knobs", self._set_knobs)
+        app.router.add_route("*", "/{path:.*}", self._noted(_nothing_here))
+        return app
+
+    def _routes(self) -> dict[tuple[str, str], Handler]:
         routes: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
             ("GET", "/v1/health"): self._health,
@@ -204,33 +214,29 @@ class FakeEngine:
             ("POST", "/tokenize"): self._tokenize,
             ("POST", "/detokenize"): self._detokenize,
             ("POST", "/apply-template"): self._apply_template,
-            ("GET", "/fake/violations"): self._tell(lambda: self.violations),
-            ("GET", "/fake/calls"): self._tell(self._told_calls),
-            ("GET", "/fake/knobs"): self._tell(lambda: asdict(self.knobs)),
-            ("POST", "/fake/knobs"): self._set_knobs,
         }
         for path, dialect in wire.DIALECTS.items():
             routes["POST", path] = self._generator(dialect)
         for path, dialect in wire.COUNTS.items():
             routes["POST", path] = self._counter(dialect)
-        for (method, path), handler in routes.items():
-            app.router.add_route(method, path, handler)
-        return app
+        return routes
 
-    @web.middleware
-    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path.startswith("/fake/"):
-            return await handler(request)
-        call = request["call"] = await self._note(request)
-        try:
-            response = await self._answer(request, handler)
-            call.status = response.status
-        except (asyncio.CancelledError, ConnectionError):
-            call.cancelled = not self.dead and call.status is None
-            raise
-        finally:
-            call.finished = asyncio.get_running_loop().time()
-        return response
+    def _noted(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """A handler whose calls are written down, with what became of them."""
+
+        async def noted(request: web.Request) -> web.StreamResponse:
+            call = await self._note(request)
+            try:
+                response = await self._answer(request, call, handler)
+                call.status = response.status
+            except (asyncio.CancelledError, ConnectionError):
+                call.cancelled = not self.dead and call.status is None
+                raise
+            finally:
+                call.finished = asyncio.get_running_loop().time()
+            return response
+
+        return noted
 
     async def _note(self, request: web.Request) -> Call:
         started = asyncio.get_running_loop().time()
@@ -242,14 +248,12 @@ class FakeEngine:
         self.calls.append(call)
         return call
 
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, call: Call, handler: Handler) -> web.StreamResponse:
         try:
             self._admit(request)
-            return await handler(request)
+            return await handler(request, call)
         except RefusalError as error:
             return _json(error.body, error.status)
-        except web.HTTPException:
-            return _json(RefusalError(404, "File Not Found").body, 404)
 
     def _admit(self, request: web.Request) -> None:
         if self.knobs.loading:
@@ -262,9 +266,9 @@ class FakeEngine:
 
     # ---- trouble ----
 
-    def _meet(self, name: str, request: web.Request) -> Any:
+    def _meet(self, name: str, call: Call) -> Any:
         """The trouble that this call meets at this stage; a stage without any where its `times` are used up."""
-        request["call"].stage = name
+        call.stage = name
         stage: Stage = getattr(self.knobs, name)
         if stage.times == 0:
             return type(stage)()
@@ -272,7 +276,7 @@ class FakeEngine:
             stage.times -= 1
         return stage
 
-    async def suffer(self, stage: Stage, request: web.Request) -> None:
+    async def suffer(self, stage: Stage, request: web.Request, call: Call) -> None:
         """The trouble that comes before any answer."""
         if stage.delay_s:
             await asyncio.sleep(stage.delay_s)
@@ -281,16 +285,16 @@ class FakeEngine:
         if stage.die:
             await self._end()
         if stage.drop:
-            await self._cut(request)
+            await self._cut(request, call)
         if stage.fail is not None:
             raise RefusalError(*stage.fail)
 
-    async def disturb(self, stage: Run, count: int, request: web.Request) -> None:
+    async def disturb(self, stage: Run, count: int, request: web.Request, call: Call) -> None:
         """The trouble that comes after a number of tokens."""
         if stage.die_after is not None and count >= stage.die_after:
             await self._end()
         if stage.cut_after is not None and count >= stage.cut_after:
-            await self._cut(request)
+            await self._cut(request, call)
         if stage.stall_after is not None and count >= stage.stall_after:
             await _forever()
         if stage.error_after is not None and count >= stage.error_after:
@@ -300,30 +304,30 @@ class FakeEngine:
         self.die()
         await _forever()
 
-    async def _cut(self, request: web.Request) -> Never:
-        request["call"].status = 0
+    async def _cut(self, request: web.Request, call: Call) -> Never:
+        call.status = 0
         if request.transport is not None:
             request.transport.abort()
         await _forever()
 
     # ---- calls that need no slot ----
 
-    async def _health(self, request: web.Request) -> web.Response:
-        await self.suffer(self._meet("health", request), request)
+    async def _health(self, request: web.Request, call: Call) -> web.Response:
+        await self.suffer(self._meet("health", call), request, call)
         return _json({"status": "ok"})
 
-    async def _models(self, request: web.Request) -> web.Response:
-        await self.suffer(self._meet("models", request), request)
+    async def _models(self, request: web.Request, call: Call) -> web.Response:
+        await self.suffer(self._meet("models", call), request, call)
         return _json(wire.models(self.model, self.context))
 
-    async def _props(self, request: web.Request) -> web.Response:
-        await self.suffer(self._meet("props", request), request)
+    async def _props(self, request: web.Request, call: Call) -> web.Response:
+        await self.suffer(self._meet("props", call), request, call)
         return _json(wire.props(self.model, self.build, self.context, self._count))
 
-    async def _list_slots(self, request: web.Request) -> web.Response:
-        stage = self._meet("slots", request)
+    async def _list_slots(self, request: web.Request, call: Call) -> web.Response:
+        stage = self._meet("slots", call)
         self._count_poll()
-        await self.suffer(stage, request)
+        await self.suffer(stage, request, call)
         if request.query.get("fail_on_no_slot") and len(self.busy()) == self._count:
             raise RefusalError(503, "no slot available")
         return _json([self._slot_state(slot) for slot in self.slots.all])
@@ -337,10 +341,10 @@ class FakeEngine:
         read, cached, answered = (slot.call.read, slot.call.cached, slot.call.answered) if slot.call else (0, 0, 0)
         return {**state, **wire.used_slot_state(slot.task, len(slot.held.ids), read, cached, answered, busy)}
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        stage = self._meet("metrics", request)
+    async def _metrics(self, request: web.Request, call: Call) -> web.Response:
+        stage = self._meet("metrics", call)
         self._count_poll()
-        await self.suffer(stage, request)
+        await self.suffer(stage, request, call)
         figures = {
             "prompt_tokens_total": sum(call.read for call in self.calls),
             "prompt_tokens_cached_total": sum(call.cached for call in self.calls),
@@ -362,24 +366,24 @@ class FakeEngine:
             self.violations.append("the engine's state was asked for more than once a second while a request ran")
             self._polls.clear()
 
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        await self.suffer(self._meet("tokenize", request), request)
-        body = _body(request)
+    async def _tokenize(self, request: web.Request, call: Call) -> web.Response:
+        await self.suffer(self._meet("tokenize", call), request, call)
+        body = _body(call)
         ids = _mixed(body.get("content", ""), bool(body.get("parse_special", True)))
         if body.get("with_pieces"):
             return _json({"tokens": [{"id": n, "piece": piece(n).decode(errors="replace")} for n in ids]})
         return _json({"tokens": ids})
 
-    async def _detokenize(self, request: web.Request) -> web.Response:
-        return _json({"content": detokenize(_body(request).get("tokens", []))})
+    async def _detokenize(self, _: web.Request, call: Call) -> web.Response:
+        return _json({"content": detokenize(_body(call).get("tokens", []))})
 
-    async def _apply_template(self, request: web.Request) -> web.Response:
-        await self.suffer(self._meet("template", request), request)
-        return _json({"prompt": wire.chat_prompt(_body(request))})
+    async def _apply_template(self, request: web.Request, call: Call) -> web.Response:
+        await self.suffer(self._meet("template", call), request, call)
+        return _json({"prompt": wire.chat_prompt(_body(call))})
 
     def _counter(self, dialect: wire.Dialect) -> Handler:
-        async def handler(request: web.Request) -> web.Response:
-            return _json({"input_tokens": len(_mixed(dialect.prompt(_body(request))))})
+        async def handler(_: web.Request, call: Call) -> web.Response:
+            return _json({"input_tokens": len(_mixed(dialect.prompt(_body(call))))})
 
         return handler
 
@@ -390,7 +394,7 @@ class FakeEngine:
             return _json({"error": str(error)}, 400)
         return _json(asdict(self.knobs))
 
-    def _tell(self, value: Callable[[], object]) -> Handler:
+    def _tell(self, value: Callable[[], object]) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handler(_: web.Request) -> web.Response:
             return _json(value())
 
@@ -402,7 +406,7 @@ class FakeEngine:
 
     # ---- slot actions ----
 
-    async def _slot_action(self, request: web.Request) -> web.Response:
+    async def _slot_action(self, request: web.Request, call: Call) -> web.Response:
         actions: dict[str, Callable[[Slot, Path, Any], JsonDict]] = {
             "save": self._save,
             "restore": self._restore,
@@ -413,14 +417,14 @@ class FakeEngine:
             raise RefusalError(501, NO_SLOT_ACTIONS)
         if action not in actions:
             raise RefusalError(400, "Invalid action")
-        stage = self._meet(action, request)
-        named = {} if action == "erase" else {"filename": _file_name(_body(request))}
+        stage = self._meet(action, call)
+        named = {} if action == "erase" else {"filename": _file_name(_body(call))}
         slots = self.slots  # a revived engine has others
-        slot, waited = await slots.take(number, request["call"])
+        slot, waited = await slots.take(number, call)
         try:
             async with slots.thread:
                 started = time.perf_counter()
-                await self.suffer(stage, request)
+                await self.suffer(stage, request, call)
                 answer = actions[action](slot, self.slot_dir / named.get("filename", ""), stage)
         except FileFatalError:
             await self._end()
@@ -468,15 +472,15 @@ class FakeEngine:
     # ---- generation ----
 
     def _generator(self, dialect: wire.Dialect) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            made = self._parse(request, dialect)
-            stage = self._meet("prefill" if dialect.limit(made.body) == 0 else "decode", request)
+        async def handler(request: web.Request, call: Call) -> web.StreamResponse:
+            made = self._parse(call, dialect)
+            stage = self._meet("prefill" if dialect.limit(made.body) == 0 else "decode", call)
             slots = self.slots  # a revived engine has others
-            slot, _ = await slots.take(self._pin(request), request["call"])
+            slot, _ = await slots.take(self._pin(call), call)
             slot.task = self._answers
             lag = 0.0
             try:
-                return await _Job(self, request, dialect, made, slot, stage).run()
+                return await _Job(self, request, call, dialect, made, slot, stage).run()
             except (asyncio.CancelledError, ConnectionError):
                 lag = max(slot.lag_s, self.knobs.notice_s)
                 raise
@@ -485,8 +489,8 @@ class FakeEngine:
 
         return handler
 
-    def _parse(self, request: web.Request, dialect: wire.Dialect) -> Generation:
-        body = _body(request)
+    def _parse(self, call: Call, dialect: wire.Dialect) -> Generation:
+        body = _body(call)
         content = dialect.prompt(body)
         ids = _mixed(content)
         if not ids:
@@ -500,13 +504,13 @@ class FakeEngine:
         text = content if isinstance(content, str) else detokenize(ids)
         return Generation(body, ids, text, self.model, self.build, serial, int(time.time()))
 
-    def _pin(self, request: web.Request) -> int | None:
-        if "X-Conversation-Id" in request.headers:
+    def _pin(self, call: Call) -> int | None:
+        if "x-conversation-id" in call.headers:
             self.violations.append("X-Conversation-Id was passed on: the engine would go on when the client leaves")
-        pin = _body(request).get("id_slot", -1)
+        pin = _body(call).get("id_slot", -1)
         if type(pin) is int and pin >= 0:
             return pin
-        self.violations.append(f"{request.path} was not pinned to a slot")
+        self.violations.append(f"{call.path} was not pinned to a slot")
         return None
 
 
@@ -560,19 +564,25 @@ class _Job:
     """One generation in its slot."""
 
     def __init__(
-        self, engine: FakeEngine, request: web.Request, dialect: wire.Dialect, made: Generation, slot: Slot, stage: Run
+        self,
+        engine: FakeEngine,
+        request: web.Request,
+        call: Call,
+        dialect: wire.Dialect,
+        made: Generation,
+        slot: Slot,
+        stage: Run,
     ) -> None:
-        self._engine, self._request, self._dialect = engine, request, dialect
+        self._engine, self._request, self._call, self._dialect = engine, request, call, dialect
         self._made, self._slot, self._stage = made, slot, stage
-        self._call: Call = request["call"]
-        self._is_prefill = self._call.stage == "prefill"
+        self._is_prefill = call.stage == "prefill"
         self._limit = dialect.limit(made.body)
         self._reply = _Reply(request, bool(made.body.get("stream")), stage.odd_chunks)
 
     async def run(self) -> web.StreamResponse:
         made, reply = self._made, self._reply
         made.slot = self._slot.id
-        await self._engine.suffer(self._stage, self._request)
+        await self._engine.suffer(self._stage, self._request, self._call)
         await reply.open()
         try:
             await self._read()
@@ -599,7 +609,7 @@ class _Job:
             made.prompt_ms = _ms(started)
             await self._tell_progress()
             if self._is_prefill:
-                await engine.disturb(self._stage, made.read, self._request)
+                await engine.disturb(self._stage, made.read, self._request, self._call)
         self._slot.held.mark_prompt(engine.checkpoints)
 
     def _reuse(self) -> None:
@@ -633,7 +643,7 @@ class _Job:
             made.answer_ms = _ms(started)
             await self._reply.say(self._dialect.token(made))
             if not self._is_prefill:
-                await self._engine.disturb(self._stage, made.count, self._request)
+                await self._engine.disturb(self._stage, made.count, self._request, self._call)
             if self._is_full():
                 break
             await asyncio.sleep(self._stage.pause_s)
@@ -669,11 +679,14 @@ def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(text=wire.dump(value), status=status, content_type="application/json", headers=headers)
 
 
-def _body(request: web.Request) -> JsonDict:
-    body = request["call"].body
-    if not isinstance(body, dict):
+def _body(call: Call) -> JsonDict:
+    if not isinstance(call.body, dict):
         raise RefusalError(400, "[json.exception.parse_error.101] parse error at line 1, column 1")
-    return body
+    return call.body
+
+
+async def _nothing_here(_: web.Request, __: Call) -> web.StreamResponse:
+    raise RefusalError(404, "File Not Found")
 
 
 def _mixed(content: str | Sequence[Any], parse_special: bool = True) -> list[int]:

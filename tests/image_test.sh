@@ -56,6 +56,7 @@ clean_up() {
   set +e
   if [[ $status -eq 0 ]]; then step "clean up"; else finish_step " (failed)"; fi
   if [[ $status -ne 0 && -n $work ]]; then
+    rm -f "$work/waiting.log"
     for log in "$work"/*.log; do
       [[ -s $log ]] && printf -- '--- the end of %s\n%s\n' "${log##*/}" "$(tail -n 25 "$log")" >&2
     done
@@ -165,17 +166,28 @@ print(*engine_command(sys.argv[1], model=model, sessions=sessions, port=int(sys.
 wait_until() { # SECONDS PID COMMAND...: the command succeeds; the process must live that long
   local end=$(($(now_ms) + $1 * 1000)) pid=$2
   shift 2
-  until "$@" >/dev/null 2>&1; do
+  until "$@" >/dev/null 2>"$work/waiting.log"; do
     kill -0 "$pid" 2>/dev/null || fail "the process ended while it was waited for: $*"
-    (($(now_ms) < end)) || fail "waited in vain: $*"
+    (($(now_ms) < end)) || fail "waited in vain: $*: $(tail -n 1 "$work/waiting.log")"
     sleep 0.2
   done
 }
 
-get() { # URL: the body of a 200
-  "$PYTHON" - "$1" <<'PY'
+healthy() { # PORT
+  "$PYTHON" - "http://127.0.0.1:$1/health" <<'PY'
 import sys, urllib.request
-print(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(sys.argv[1], timeout=5).read().decode())
+urllib.request.build_opener(urllib.request.ProxyHandler({})).open(sys.argv[1], timeout=5).read()
+PY
+}
+
+# Until the self-test has passed, the proxy hands nothing over.
+pair_proven() {
+  "$PYTHON" - "http://127.0.0.1:$proxy_port/splitproxy/status" "$key" <<'PY'
+import json, sys, urllib.request
+request = urllib.request.Request(sys.argv[1], headers={"Authorization": f"Bearer {sys.argv[2]}"})
+with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5) as reply:
+    (pair,) = json.load(reply)["pairs"]
+sys.exit(0 if pair["state"] == "proven" else f"the pair is {pair['state']}: {pair['fault']}")
 PY
 }
 
@@ -277,8 +289,8 @@ chown "$uid:$gid" "$sessions" # mktemp made it 0700
 model=$("$PYTHON" -c 'from tests.models import tiny_model; print(tiny_model("dense"))')
 start_engine reader "$reader_port"
 start_engine writer "$writer_port"
-wait_until 60 "${running[0]}" get "http://127.0.0.1:$reader_port/health"
-wait_until 60 "${running[1]}" get "http://127.0.0.1:$writer_port/health"
+wait_until 60 "${running[0]}" healthy "$reader_port"
+wait_until 60 "${running[1]}" healthy "$writer_port"
 
 step "proxy: start"
 # compose.toml as it is shipped, but for the engines' addresses.
@@ -294,6 +306,7 @@ running=("$buildah_pid" "${running[@]}")
 wait_until 60 "$buildah_pid" in_image "${health[@]:1}"
 process=$(proxy_process "$buildah_pid")
 running=("$process" "${running[@]}")
+wait_until 60 "$process" pair_proven
 
 step "request"
 result=$(ask)

@@ -1,0 +1,67 @@
+"""One finished request in words: the log line and the entry of the status page. Figures alone, never text."""
+
+from typing import Any
+
+from splitproxy.model import RequestRecord
+
+
+def line(record: RequestRecord) -> str:
+    """The one log line of a request."""
+    words = [
+        record.request_id,
+        record.api.value + ("+stream" if record.stream else ""),
+        f"{record.status} {record.outcome.value}",
+        *_route_words(record),
+        f"queue {record.queue_ms / 1000:.3f} s",
+        *([] if record.first_byte_ms is None else [f"first byte {record.first_byte_ms / 1000:.3f} s"]),
+        f"total {record.total_ms / 1000:.3f} s",
+    ]
+    if record.outcome.value == "cancelled":
+        words.append(f"cancelled at {record.step}")
+    return ", ".join(words)
+
+
+def _route_words(record: RequestRecord) -> list[str]:
+    words = []
+    if (route := record.route) is not None:
+        words.append(f"{route.kind.value} ({route.reason.value}) on {record.engine or route.decode_engine}")
+        if route.prompt_tokens is not None:
+            words.append(f"{route.prompt_tokens} tokens, {route.uncached_tokens} uncached")
+    if (cost := record.handover) is not None:
+        words.append(
+            f"prefill {cost.prefill_ms / 1000:.3f} s, {cost.session_bytes / 2**20:.1f} MiB saved in "
+            f"{cost.save_ms / 1000:.3f} s, restored in {cost.restore_ms / 1000:.3f} s"
+        )
+    if (figures := record.figures) is not None:
+        words.append(f"reused {figures.cached_tokens}, read {figures.read_tokens}, wrote {figures.answer_tokens}")
+    if record.effective is False:
+        words.append("handover INEFFECTIVE")
+    if record.failure is not None:
+        words.append(f"fell back at {record.failure.step} ({record.failure.cause})")
+    return words
+
+
+def entry(record: RequestRecord) -> dict[str, Any]:
+    """The same for the status page."""
+    route, cost, figures = record.route, record.handover, record.figures
+    return {
+        "request_id": record.request_id,
+        "api": record.api,
+        "stream": record.stream,
+        "status": record.status,
+        "outcome": record.outcome,
+        "route": None if route is None else route.kind,
+        "reason": None if route is None else route.reason,
+        "prefill_engine": None if route is None else route.prefill_engine,
+        "decode_engine": record.engine or None,
+        "prompt_tokens": None if route is None else route.prompt_tokens,
+        "held_tokens": None if route is None else route.held_tokens,
+        "uncached_tokens": None if route is None else route.uncached_tokens,
+        "queue_ms": round(record.queue_ms, 1),
+        "first_byte_ms": None if record.first_byte_ms is None else round(record.first_byte_ms, 1),
+        "total_ms": round(record.total_ms, 1),
+        "handover": cost,
+        "figures": figures,
+        "effective": record.effective,
+        "failure": record.failure,
+    }

@@ -1,0 +1,141 @@
+"""What splitproxy asks of an engine, whatever its kind. Handover and exchange know engines through this alone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from splitproxy.errors import Step
+from splitproxy.model import EngineState, Figures, Identity, Redeemed, Ticket, Tokens
+
+T = TypeVar("T")
+
+Progress = Callable[[Step, int, int], None]
+"""Told as a prefill goes on: the step, tokens done, tokens in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long an engine may be silent or take, in seconds."""
+
+    prefill_silence_s: float
+    transfer_timeout_s: float
+    decode_silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A client's request on its way to an engine. `target` is path and query, as the client wrote them."""
+
+    method: str
+    target: str
+    headers: Sequence[tuple[str, str]]
+    body: bytes | AsyncIterator[bytes] | None
+    streams: bool = False  # an event stream is expected: it must not fall silent
+
+
+class Answer(Protocol):
+    """An engine's answer while it arrives."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Sequence[tuple[str, str]]: ...
+
+    @property
+    def media_type(self) -> str: ...
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body in the pieces in which it came. Raises EngineError where it breaks off."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A short greedy continuation, for comparing engines. Log-probabilities are those of the first token's rivals."""
+
+    text: str
+    logprobs: dict[int, float]
+    figures: Figures
+
+
+class Engine(Protocol):
+    """One engine server. Every method but `health` raises EngineError when the engine does not do as asked.
+
+    Slot calls must be made under a lease of the slot, and run to their end even when the caller is cancelled: an engine
+    cannot take back a save or restore that has begun.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    async def health(self) -> EngineState: ...
+
+    async def identify(self) -> Identity: ...
+
+    async def render(self, body: bytes) -> str:
+        """The prompt text that a chat request's body becomes."""
+        ...
+
+    async def tokenize(self, text: str) -> Tokens:
+        """The token ids of a prompt text, as the engine itself would read it."""
+        ...
+
+    async def prefill(self, prompt: Tokens, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
+        """Read a whole prompt, save the session, and check what was saved."""
+        ...
+
+    async def redeem(self, ticket: Ticket, slot: int, deadlines: Deadlines) -> Redeemed:
+        """Restore a saved session."""
+        ...
+
+    async def discard(self, ticket: Ticket) -> None:
+        """Remove what a ticket stands for. Never fails; may be called twice."""
+        ...
+
+    async def erase(self, slot: int, deadlines: Deadlines) -> None:
+        """Empty a slot."""
+        ...
+
+    async def is_busy(self, slot: int | None) -> bool:
+        """Whether the slot is working; None asks for any slot."""
+        ...
+
+    def abort(self) -> None:
+        """End every client call that is under way, with an EngineError: the engine is given up."""
+        ...
+
+    async def close(self) -> None: ...
+
+    async def sample(self, prompt: Tokens, slot: int, count: int, deadlines: Deadlines) -> Sample:
+        """Continue a prompt greedily by `count` tokens."""
+        ...
+
+    def call(self, call: Call, deadlines: Deadlines) -> AbstractAsyncContextManager[Answer]:
+        """Send a client's request. Leaving the context early tells the engine that nobody waits any more."""
+        ...
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end even if the caller is cancelled meanwhile; the cancellation then follows.
+
+    `work` must have deadlines of its own.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise
+            cancelled = True
+        except Exception:  # noqa: BLE001
+            break  # the task's own error: raised by result() below
+    if cancelled:
+        if not task.cancelled():
+            task.exception()  # it goes unheard: the caller has left
+        raise asyncio.CancelledError
+    return task.result()

@@ -1,0 +1,332 @@
+"""The HTTP server in front of clients, and the assembly of everything behind it.
+
+Routes, keys, body limits and the aiohttp end of an exchange live here; decisions do not.
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import socket
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+from aiohttp import web
+from multidict import CIMultiDict
+
+from splitproxy import access, config, metrics
+from splitproxy.adapter import Deadlines, Engine
+from splitproxy.admission import Admission
+from splitproxy.client import ClientLeft, Headers
+from splitproxy.engines.llama_server import LlamaServer
+from splitproxy.errors import Fault, LaunchError, RequestError
+from splitproxy.exchange import Exchange, Incoming, Settings
+from splitproxy.fleet import Fleet
+from splitproxy.ledger import Ledger
+from splitproxy.model import EngineState, Kind, Policy, RequestRecord, Role
+from splitproxy.router import Rules
+from splitproxy.sessions import SessionStore
+from splitproxy.tokenize import EngineTokenizer
+from splitproxy.wire import GENERATING, api_of, error_body, is_administration, needs_no_slot, read_ask
+
+log = logging.getLogger(__name__)
+
+MIB = 2**20
+RECENT_REQUESTS = 50
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/metrics"})  # without a key: for probes and Prometheus
+
+
+@dataclass(slots=True)
+class Proxy:
+    """Everything that serves requests, put together."""
+
+    config: config.Config
+    store: SessionStore
+    ledger: Ledger
+    admission: Admission
+    fleet: Fleet
+    exchange: Exchange
+    metrics: metrics.Metrics
+    recent: deque[RequestRecord]
+    stopping: bool = False
+
+    def observe(self, record: RequestRecord) -> None:
+        self.metrics.observe(record)
+        self.recent.append(record)
+        log.info("%s", access.line(record))
+
+
+def make_engine(table: config.Engine, store: SessionStore) -> Engine:
+    """The adapter of one configured engine."""
+    key = os.environ.get(table.api_key_env, "") if table.api_key_env else ""
+    match table.kind:
+        case Kind.LLAMA_SERVER:
+            return LlamaServer(table.name, table.url, key, store)
+
+
+def deadlines(split: config.Split) -> Deadlines:
+    return Deadlines(split.prefill_silence_s, split.transfer_timeout_s, split.decode_silence_s)
+
+
+@asynccontextmanager
+async def assembled(settings: config.Config, store: SessionStore) -> AsyncGenerator[Proxy]:
+    """Build the proxy in front of the configured engines and watch them while the context lasts."""
+    split = settings.split
+    limit_bytes = split.max_session_mib * MIB or store.free_bytes() // 2
+    ledger = Ledger(limit_bytes)
+    admission = Admission(ledger, settings.queue.max)
+    async with AsyncExitStack() as stack:
+        engines: dict[str, tuple[Engine, Role]] = {}
+        for table in settings.engines:
+            engine = make_engine(table, store)
+            stack.push_async_callback(engine.close)
+            engines[table.name] = (engine, table.role)
+        probe_tokens = 0 if split.policy is Policy.NEVER else split.probe_tokens
+        fleet = Fleet(engines, ledger, admission, deadlines(split), probe_tokens, store.sweep)
+        rules = Rules(split.policy, split.min_prompt_tokens)
+        exchange = Exchange(
+            Settings(
+                rules=rules,
+                deadlines=deadlines(split),
+                on_prefill_failure=split.on_prefill_failure,
+                keep_alive_s=settings.keep_alive_s,
+                queue_timeout_s=settings.queue.timeout_s,
+                reserve_tokens=split.reserve_tokens,
+            ),
+            fleet,
+            ledger,
+            admission,
+            EngineTokenizer(),
+            lambda record: proxy.observe(record),
+        )
+        collectors = metrics.Metrics(fleet, ledger, admission, split.min_prompt_tokens)
+        proxy = Proxy(settings, store, ledger, admission, fleet, exchange, collectors, deque(maxlen=RECENT_REQUESTS))
+        await stack.enter_async_context(fleet)
+        yield proxy
+
+
+@asynccontextmanager
+async def listening(proxy: Proxy) -> AsyncGenerator[str]:
+    """Accept clients while the context lasts; yields the address. At its end running requests may finish for drain_s.
+
+    Raises LaunchError when the address cannot be had.
+    """
+    # aiohttp tells a handler that its client has left only when asked to.
+    runner = web.AppRunner(
+        make_app(proxy), handler_cancellation=True, access_log=None, shutdown_timeout=proxy.config.drain_s
+    )
+    await runner.setup()
+    try:
+        await _listen(runner, proxy.config)
+        host, port = runner.addresses[0][:2]
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        proxy.stopping = True
+        await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, settings: config.Config) -> None:
+    try:
+        await web.TCPSite(runner, settings.host, settings.port).start()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise LaunchError(f"listen = {settings.listen!r}: {reason}") from None
+
+
+def make_app(proxy: Proxy) -> web.Application:
+    """The aiohttp application of a proxy."""
+    front = _Front(proxy)
+    app = web.Application(client_max_size=proxy.config.max_body_mib * MIB, middlewares=[front.guard])
+    for path in ("/health", "/v1/health"):
+        app.router.add_get(path, front.health)
+    app.router.add_get("/metrics", front.metrics)
+    app.router.add_get("/splitproxy/status", front.status)
+    app.router.add_route("*", "/{path:.*}", front.serve)
+    return app
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _Front:
+    """The handlers."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+
+    @property
+    def guard(self) -> Any:
+        """Middleware: a request id, keys, and our own errors in the shape of the API that was called."""
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            request["id"] = secrets.token_hex(8)
+            try:
+                self._require_key(request)
+                return await handler(request)
+            except RequestError as error:
+                return _error_response(request, error)
+            except web.HTTPRequestEntityTooLarge:
+                message = f"the body is larger than {self._proxy.config.max_body_mib} MiB"
+                return _error_response(request, RequestError(Fault.BODY_TOO_LARGE, message))
+            except ClientLeft:
+                raise asyncio.CancelledError from None
+
+        return guard
+
+    def _require_key(self, request: web.Request) -> None:
+        keys = self._proxy.config.api_keys
+        if not keys or request.path in OPEN_PATHS or request.method == "OPTIONS":
+            return
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
+        # Every key is compared in full: the time tells nothing about them.
+        if not sum(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
+            raise RequestError(Fault.UNAUTHORIZED, "a valid API key is needed")
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Any request that an engine answers."""
+        # As the engine will read it: a slash or letter may hide behind a percent sign.
+        path = unquote(request.rel_url.raw_path)
+        if is_administration(request.method, path):
+            raise RequestError(Fault.FORBIDDEN, f"{request.method} {path} is not for clients of this proxy")
+        if self._proxy.stopping:
+            raise RequestError(Fault.SHUTTING_DOWN, "the proxy is shutting down", retry_after_s=5)
+        incoming = Incoming(
+            request_id=request["id"],
+            method=request.method,
+            target=request.rel_url.raw_path_qs,
+            headers=tuple(request.headers.items()),
+            body=await request.read(),
+        )
+        sink = _Sink(request)
+        if request.method == "POST" and path in GENERATING:
+            await self._proxy.exchange.run(incoming, read_ask(path, incoming.body), sink)
+        else:
+            takes_slots = not needs_no_slot(request.method, path)
+            await self._proxy.exchange.forward(incoming, sink, api=api_of(path), takes_slots=takes_slots)
+        return sink.response
+
+    async def health(self, _request: web.Request) -> web.Response:
+        ready = bool(self._proxy.ledger.ready(Role.DECODE)) and not self._proxy.stopping
+        engines = {name: member.state for name, member in self._proxy.fleet.members.items()}
+        return _json({"status": "ok" if ready else "unavailable", "engines": engines}, 200 if ready else 503)
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._proxy.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def status(self, _request: web.Request) -> web.Response:
+        return _json(status(self._proxy), 200)
+
+
+def status(proxy: Proxy) -> dict[str, Any]:
+    """What goes on, for people and scripts: engines, pairs, queue, last requests."""
+    tables = {table.name: table for table in proxy.config.engines}
+    return {
+        "policy": proxy.config.split.policy,
+        "min_prompt_tokens": proxy.config.split.min_prompt_tokens,
+        "engines": [
+            {
+                "name": name,
+                "role": member.role,
+                "kind": tables[name].kind,
+                "url": tables[name].url,
+                "state": member.state,
+                "fault": member.fault or None,
+                "identity": member.identity,
+                "slots": proxy.ledger.count(name),
+                "waiting": proxy.admission.waiting_for(name),
+            }
+            for name, member in proxy.fleet.members.items()
+        ],
+        "pairs": [
+            {
+                "prefill": source,
+                "decode": target,
+                "state": pair.state,
+                "fault": pair.fault or None,
+                "checks": pair.report.checks if pair.report else [],
+                "prefill_tokens_per_s": pair.report.prefill_tokens_per_s if pair.report else None,
+                "decode_tokens_per_s": pair.report.decode_tokens_per_s if pair.report else None,
+                "session_bytes_per_token": pair.bytes_per_token or None,
+            }
+            for (source, target), pair in proxy.fleet.pairs.items()
+        ],
+        "usable_context": usable_context(proxy),
+        "queue": {"waiting": proxy.admission.waiting, "max": proxy.config.queue.max},
+        "leases": proxy.ledger.busy(),
+        "session_bytes": {"in_flight": proxy.ledger.session_bytes, "limit": proxy.ledger.session_limit_bytes},
+        "last_requests": [access.entry(record) for record in reversed(proxy.recent)],
+    }
+
+
+def usable_context(proxy: Proxy) -> int | None:
+    """The smallest context of all engines that are up."""
+    ready = [name for name, member in proxy.fleet.members.items() if member.state is EngineState.READY]
+    return min((proxy.ledger.context(name) for name in ready), default=None)
+
+
+class _Sink:
+    """The aiohttp end of an exchange."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response = web.StreamResponse()
+
+    async def start(self, status: int, headers: Headers, length: int | None) -> None:
+        merged = CIMultiDict(headers)
+        merged["X-Request-Id"] = self._request["id"]
+        merged["Server"] = "splitproxy"
+        self.response = web.StreamResponse(status=status, headers=merged)
+        if length is not None:
+            self.response.content_length = length
+        elif self._request.version >= (1, 1):
+            self.response.enable_chunked_encoding()
+        with _client_errors():
+            await self.response.prepare(self._request)
+        transport = self._request.transport
+        if transport is not None and (raw := transport.get_extra_info("socket")) is not None:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    async def write(self, data: bytes) -> None:
+        with _client_errors():
+            await self.response.write(data)
+
+    async def end(self) -> None:
+        with _client_errors():
+            await self.response.write_eof()
+
+    def abort(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+class _client_errors:  # noqa: N801 - reads as a statement
+    """Turns a lost client connection into ClientLeft."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ConnectionError):
+            raise ClientLeft("the client's connection is closed") from None
+
+
+def _error_response(request: web.Request, error: RequestError) -> web.Response:
+    api = api_of(unquote(request.rel_url.raw_path))
+    headers = {"X-Request-Id": request["id"], "Server": "splitproxy"}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    body = error_body(api, error.status, str(error), request["id"])
+    return web.Response(status=error.status, body=body, headers=headers, content_type="application/json")
+
+
+def _json(value: object, status: int) -> web.Response:
+    body = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    return web.Response(body=body, status=status, content_type="application/json")

@@ -1,0 +1,205 @@
+"""The command line: arguments, logging, signals and exit codes. What the commands do lives elsewhere.
+
+Exit codes: 0 done, 1 something did not work, 2 the command line or configuration is wrong.
+"""
+
+import argparse
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from splitproxy import __version__
+from splitproxy.adapter import Engine
+from splitproxy.app import assembled, deadlines, listening, make_engine
+from splitproxy.config import Config, load
+from splitproxy.errors import ConfigError, LaunchError
+from splitproxy.model import Role
+from splitproxy.probe import Probe
+from splitproxy.sessions import DEFAULT_DIR, SessionStore, fresh_dir
+
+log = logging.getLogger("splitproxy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    options = _parser().parse_args(argv)
+    _set_up_logging(options.log_level)
+    try:
+        code: int = asyncio.run(options.run(options))
+        return code
+    except ConfigError as error:
+        for fault in error.faults:
+            print(fault, file=sys.stderr)
+        return 2
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="splitproxy", description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.description = "A proxy that lets one engine read long prompts and another write the answers."
+    parser.add_argument("--version", action="version", version=f"splitproxy {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="override a key, e.g. split.policy=never"
+    )
+    common.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+    def command(name: str, run: Callable[..., object], text: str, *, needs_config: bool) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=text, description=text, parents=[common])
+        found.add_argument("-c", "--config", metavar="FILE", type=Path, required=needs_config, help="TOML file")
+        found.set_defaults(run=run)
+        return found
+
+    command("serve", _serve, "Serve in front of engines that run already.", needs_config=True)
+    command("check", _check, "Hand over one prompt and show whether it works.", needs_config=True)
+    up = command("up", _up, "Start two engines on this machine, and serve in front of them.", needs_config=False)
+    up.add_argument("--demo", action="store_true", help="use a small model, fetched at the first time")
+    return parser
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+
+# -- serve -------------------------------------------------------------------------------------------------------------
+
+
+async def _serve(options: argparse.Namespace) -> int:
+    config = _with_engines(load(options.config, os.environ, options.set))
+    with SessionStore(Path(config.split.dir or DEFAULT_DIR)) as store:
+        async with assembled(config, store) as proxy, listening(proxy) as address:
+            log.info("serving at %s, policy %s", address, config.split.policy)
+            await _until_told_to_stop()
+            log.info("stopping; running requests may take %g s", config.drain_s)
+    return 0
+
+
+def _with_engines(config: Config) -> Config:
+    if not config.engines:
+        raise ConfigError(["engines: none is named; add one [[engines]] table for each engine that runs"])
+    return config
+
+
+async def _until_told_to_stop() -> None:
+    """Wait for SIGINT or SIGTERM. A second one does not wait for running requests."""
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+
+    def stop() -> None:
+        if told.is_set() and task is not None:
+            task.cancel()
+        told.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    await told.wait()
+
+
+# -- up ----------------------------------------------------------------------------------------------------------------
+
+
+async def _up(options: argparse.Namespace) -> int:
+    # The terminal's tables are loaded by the commands that draw them: a proxy that serves for months needs none.
+    from rich.console import Console
+
+    from splitproxy import screen
+    from splitproxy.launch import Launcher
+
+    console = Console()
+    config = load(options.config, os.environ, _up_settings(options))
+    own_dir = not config.split.dir
+    folder = fresh_dir() if own_dir else Path(config.split.dir)
+    stopping = asyncio.create_task(_until_told_to_stop())
+    with SessionStore(folder, remove_at_close=own_dir) as store:
+        launcher = Launcher(config, folder)
+        config = config.model_copy(update={"engines": launcher.engines})
+        try:
+            start = launcher.start(lambda role, text: console.print(f"{role} engine: {text}", highlight=False))
+            if not await _unless(stopping, start):
+                return 130
+            async with assembled(config, store) as proxy, listening(proxy) as address:
+                console.print("self-test: one prompt is read, moved and answered", highlight=False)
+                if not await _unless(stopping, proxy.fleet.first_verdicts()):
+                    return 130
+                screen.show_running(console, proxy, address)
+                console.print("Ctrl-C stops everything.")
+                await stopping
+                console.print("stopping")
+        finally:
+            await launcher.stop()
+    return 0
+
+
+def _up_settings(options: argparse.Namespace) -> list[str]:
+    """The command line's settings; with --demo the model is fetched first."""
+    settings = list(options.set)
+    if options.demo:
+        from splitproxy.demo import demo_model
+
+        settings.append(f"launch.model={demo_model()}")
+    elif options.config is None:
+        raise ConfigError(["up: give a configuration with -c FILE, or try --demo"])
+    return settings
+
+
+async def _unless(stopping: "asyncio.Task[None]", work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work unless a signal comes first; whether it was done."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if task.cancelled():
+        return False
+    task.result()
+    return True
+
+
+# -- check -------------------------------------------------------------------------------------------------------------
+
+
+async def _check(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from splitproxy import screen
+
+    console = Console()
+    config = _with_engines(load(options.config, os.environ, options.set))
+    sources, targets = config.of_role(Role.PREFILL), config.of_role(Role.DECODE)
+    if not sources:
+        raise ConfigError(['engines: none has role = "prefill"; there is no pair to check'])
+    passed = True
+    with SessionStore(Path(config.split.dir or DEFAULT_DIR)) as store:
+        for source, target in itertools.product(sources, targets):
+            async with _closing(make_engine(source, store)) as reader, _closing(make_engine(target, store)) as writer:
+                name = f"{source.name} -> {target.name}"
+                console.print(f"{name}  ({source.url} -> {target.url})", style="bold", highlight=False)
+                probe = Probe(reader, writer, 0, 0, deadlines(config.split), partial(screen.show_check, console))
+                report = await probe.run(config.split.probe_tokens)
+                screen.show_verdict(console, name, report)
+                passed = passed and report.passed
+    return 0 if passed else 1
+
+
+@asynccontextmanager
+async def _closing(engine: Engine) -> AsyncGenerator[Engine]:
+    try:
+        yield engine
+    finally:
+        await engine.close()

@@ -1,0 +1,190 @@
+"""An answer's own figures: read from the bytes that go by, at any chunk edge, and made those of the whole request.
+
+Pure: bytes in, bytes out. Nothing of an answer is kept but its figures.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from splitproxy.model import Figures, HandoverFigures
+
+# A figures object longer than this is none; it is let through as it is.
+_LONGEST_OBJECT_BYTES = 64 * 1024
+_REASONING_MARKS = (b'"reasoning_content":"', b'"thinking_delta"', b'"type":"thinking"', b'"reasoning_text')
+_OBJECT_START = re.compile(rb'"(timings|usage)"\s*:\s*(?=\{)')
+_JSON_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}]', re.DOTALL)
+
+
+def _cut_key(name: str) -> str:
+    """A pattern for every beginning of a JSON key and the colon after it."""
+    pattern = r"\s*(?::\s*)?"
+    for character in reversed(f'"{name}"'):
+        pattern = f"(?:{character}{pattern})?"
+    return pattern
+
+
+# A quote inside a JSON string is escaped, so `"timings"` with plain quotes is always a key. The end of a chunk that may
+# be the beginning of such a key is held back until the next chunk; a whole event never ends in one.
+_CUT_START = re.compile(f'(?=")(?:{_cut_key("timings")}|{_cut_key("usage")})$'.encode())
+_LONGEST_CUT_BYTES = 24
+
+
+Rewrite = Callable[[str, dict[str, Any]], bytes]
+
+
+class FigureReader:
+    """Watches an answer go by, reads its `timings` and `usage`, and rewrites them where asked to.
+
+    `rewrite(key, object)` returns the JSON text that takes the object's place. Everything else leaves as it came and at
+    once; only a figures object that is not complete yet waits for its end.
+    """
+
+    def __init__(self, rewrite: Rewrite | None = None) -> None:
+        self._rewrite = rewrite
+        self._held = b""
+        self.reasoned = False  # whether the answer holds reasoning apart from its text
+        self.timings: dict[str, Any] = {}
+        self.usage: dict[str, Any] = {}
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take the next piece of the answer; return what may go on now."""
+        data = self._held + chunk
+        self.reasoned = self.reasoned or any(mark in data for mark in _REASONING_MARKS)
+        out: list[bytes] = []
+        place = 0
+        while start := _OBJECT_START.search(data, place):
+            end = _object_end(data, start.end())
+            if end is None:
+                if len(data) - start.start() <= _LONGEST_OBJECT_BYTES:
+                    out.append(data[place : start.start()])
+                    self._held = data[start.start() :]
+                    return b"".join(out)
+                end = start.end()
+            out.append(data[place : start.end()])
+            out.append(self._replace(start.group(1).decode(), data[start.end() : end]))
+            place = end
+        cut = _CUT_START.search(data, max(place, len(data) - _LONGEST_CUT_BYTES))
+        safe = cut.start() if cut else len(data)
+        out.append(data[place:safe])
+        self._held = data[safe:]
+        return b"".join(out)
+
+    def close(self) -> bytes:
+        """The answer has ended: return what was held back."""
+        held, self._held = self._held, b""
+        return held
+
+    def _replace(self, key: str, text: bytes) -> bytes:
+        try:
+            found = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            return text
+        if not _are_figures(key, found):
+            return text
+        known = self.timings if key == "timings" else self.usage
+        known.update(found)  # Anthropic spreads its figures over two events
+        return self._rewrite(key, found) if self._rewrite else text
+
+    def figures(self) -> Figures | None:
+        """The engine's own figures of the answer, as far as it gave them."""
+        return _from_timings(self.timings) or _from_usage(self.usage)
+
+
+def _object_end(data: bytes, start: int) -> int | None:
+    depth = 0
+    for match in _JSON_STRUCTURE.finditer(data, start):
+        if match.group() == b"{":
+            depth += 1
+        elif match.group() == b"}":
+            depth -= 1
+            if depth == 0:
+                return match.end()
+    return None
+
+
+def _are_figures(key: str, found: dict[str, Any]) -> bool:
+    names = ("prompt_n",) if key == "timings" else ("prompt_tokens", "input_tokens", "output_tokens")
+    return any(type(found.get(name)) is int for name in names)
+
+
+def _from_timings(timings: dict[str, Any]) -> Figures | None:
+    if not timings:
+        return None
+    return Figures(
+        cached_tokens=_whole(timings, "cache_n"),
+        read_tokens=_whole(timings, "prompt_n"),
+        prompt_ms=_real(timings, "prompt_ms"),
+        answer_tokens=_whole(timings, "predicted_n"),
+        answer_ms=_real(timings, "predicted_ms"),
+    )
+
+
+def _from_usage(usage: dict[str, Any]) -> Figures | None:
+    if not usage:
+        return None
+    if "cache_read_input_tokens" in usage:  # Anthropic: input_tokens are the uncached ones alone
+        cached, read = _whole(usage, "cache_read_input_tokens"), _whole(usage, "input_tokens")
+    else:
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        cached = _whole(details, "cached_tokens")
+        read = max(0, _whole(usage, "prompt_tokens") + _whole(usage, "input_tokens") - cached)
+    answer = _whole(usage, "completion_tokens") + _whole(usage, "output_tokens")
+    return Figures(cached, read, 0.0, answer, 0.0)
+
+
+def _whole(values: dict[str, Any], name: str) -> int:
+    value = values.get(name)
+    return value if type(value) is int else 0
+
+
+def _real(values: dict[str, Any], name: str) -> float:
+    value = values.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def whole_request(cost: HandoverFigures) -> Rewrite:
+    """A rewrite that makes the decode engine's figures those of both engines, and adds what the handover cost.
+
+    Tokens that both engines read count once: a prompt of n tokens never takes more than n to read.
+    """
+    split = orjson.dumps(
+        {
+            "prefill_ms": cost.prefill_ms,
+            "save_ms": cost.save_ms,
+            "restore_ms": cost.restore_ms,
+            "bytes": cost.session_bytes,
+        }
+    )
+
+    def cached(prompt_tokens: int, cached_tokens: int) -> int:
+        read = cost.prefill_read_tokens + prompt_tokens - cached_tokens
+        return max(prompt_tokens - read, 0)
+
+    def rewrite(key: str, found: dict[str, Any]) -> bytes:
+        if key == "timings":
+            prompt_tokens = _whole(found, "cache_n") + _whole(found, "prompt_n")
+            reused = cached(prompt_tokens, _whole(found, "cache_n"))
+            return orjson.dumps(_timings(found, cost, prompt_tokens, reused)) + b',"split":' + split
+        details = found.get("prompt_tokens_details")
+        if isinstance(details, dict):
+            reused = cached(_whole(found, "prompt_tokens"), _whole(details, "cached_tokens"))
+            return orjson.dumps({**found, "prompt_tokens_details": {**details, "cached_tokens": reused}})
+        return orjson.dumps(found)
+
+    return rewrite
+
+
+def _timings(found: dict[str, Any], cost: HandoverFigures, prompt_tokens: int, reused: int) -> dict[str, Any]:
+    read = prompt_tokens - reused
+    prompt_ms = cost.prefill_ms + cost.save_ms + cost.restore_ms + _real(found, "prompt_ms")
+    return {
+        **found,
+        "cache_n": reused,
+        "prompt_n": read,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / max(read, 1),
+        "prompt_per_second": 1000 * read / prompt_ms if prompt_ms else 0.0,
+    }

@@ -1,0 +1,339 @@
+"""The engines as a whole: who is up, which pairs have proven themselves, and slots that are not quiet yet.
+
+It watches every engine's health, opens and closes their books, runs self-tests in the background, and keeps the lease
+of a slot whose request was cut off until the engine has really stopped. It serves no client.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from splitproxy.adapter import Deadlines, Engine
+from splitproxy.admission import Admission
+from splitproxy.errors import Cause, EngineError, RequestError
+from splitproxy.ledger import EMPTY, NOTHING, Holding, Lease, Ledger
+from splitproxy.model import EngineState, Identity, PairState, Role
+from splitproxy.probe import Probe, Report, compare
+
+log = logging.getLogger(__name__)
+
+HEALTH_INTERVAL_S = 2.0
+FAILURES_TO_DOWN = 2
+SWEEP_INTERVAL_S = 10.0
+PROBE_RETRY_S = 60.0
+PROBE_WAIT_S = 600.0
+INEFFECTIVE_LIMIT = 3
+# A look at the slots right after a cut-off, then slower than the engine's own one-second poll for clients that left:
+# looking more often would keep that poll from ever coming due.
+QUIET_LOOKS_S = (0.25, 1.25, 1.5)
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine and what is known of it."""
+
+    engine: Engine
+    role: Role
+    state: EngineState = EngineState.DOWN
+    identity: Identity | None = None
+    fault: str = "not seen yet"
+    template_bytes: int = 0  # what the chat template adds to one message
+    looks: int = 0
+    failures: int = 0  # in a row
+    nudge: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class Pair:
+    """One prefill engine with one decode engine."""
+
+    source: Member
+    target: Member
+    state: PairState = PairState.UNPROVEN
+    fault: str = "no self-test yet"
+    report: Report | None = None
+    bytes_per_token: float = 0.0
+    ineffective: int = 0  # in a row
+    tests: int = 0  # self-tests that came to a verdict
+    nudge: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def up(self) -> bool:
+        return self.source.state is EngineState.READY and self.target.state is EngineState.READY
+
+
+class Fleet:
+    """All engines and pairs. An async context manager: inside, they are watched.
+
+    `probe_tokens` is the length of the self-test; 0 switches it off, for a proxy that is to hand nothing over.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, tuple[Engine, Role]],
+        ledger: Ledger,
+        admission: Admission,
+        deadlines: Deadlines,
+        probe_tokens: int,
+        sweep: Callable[[], int],
+    ) -> None:
+        self.members = {name: Member(engine, role) for name, (engine, role) in engines.items()}
+        self.pairs = {
+            (source.engine.name, target.engine.name): Pair(source, target)
+            for source, target in itertools.product(self._of(Role.PREFILL), self._of(Role.DECODE))
+        }
+        self._ledger = ledger
+        self._admission = admission
+        self._deadlines = deadlines
+        self._probe_tokens = probe_tokens
+        self._sweep = sweep
+        self._judged = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _of(self, role: Role) -> list[Member]:
+        return [member for member in self.members.values() if member.role is role]
+
+    def engine(self, name: str) -> Engine:
+        return self.members[name].engine
+
+    @property
+    def template_bytes(self) -> int:
+        """What the engines' chat templates add to a prompt by themselves, at most."""
+        return max(member.template_bytes for member in self._of(Role.DECODE))
+
+    async def __aenter__(self) -> Self:
+        self._own(self._keep_swept())
+        for member in self.members.values():
+            self._own(self._watch(member))
+        if self._probe_tokens:
+            for pair in self.pairs.values():
+                self._own(self._prove(pair))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a background task failed", exc_info=error)
+
+    async def _keep_swept(self) -> None:
+        """A session file that an engine wrote after its deadline has no ticket: remove it."""
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            if removed := await asyncio.to_thread(self._sweep):
+                log.warning("removed %d late session files", removed)
+
+    # -- health --------------------------------------------------------------------------------------------------------
+
+    def suspect(self, name: str) -> None:
+        """A call to this engine went wrong: look at it now rather than at the next turn."""
+        self.members[name].nudge.set()
+
+    async def _watch(self, member: Member) -> None:
+        while True:
+            await self._look(member, await member.engine.health())
+            member.looks += 1
+            self._take_stock()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEALTH_INTERVAL_S):
+                    await member.nudge.wait()
+            member.nudge.clear()
+
+    async def _look(self, member: Member, seen: EngineState) -> None:
+        if seen is EngineState.READY:
+            member.failures = 0
+            if member.state is not EngineState.READY:
+                await self._welcome(member)
+            return
+        member.failures += 1
+        if member.state is EngineState.READY:
+            if seen is EngineState.DOWN and member.failures < FAILURES_TO_DOWN:
+                member.nudge.set()  # look again at once: a single lost call is no death
+                return
+            self._part(member, seen)
+        member.state = seen
+        member.fault = "is loading" if seen is EngineState.LOADING else "does not answer"
+
+    async def _welcome(self, member: Member) -> None:
+        """The engine is up, for the first time or again: learn what it is, and believe nothing of before."""
+        try:
+            identity = await member.engine.identify()
+            member.template_bytes = await _template_bytes(member.engine)
+        except EngineError as error:
+            if member.fault != str(error):
+                log.warning("%s engine %s cannot be used: %s", member.role, member.engine.name, error)
+            member.fault = str(error)
+            return
+        member.identity, member.state, member.fault = identity, EngineState.READY, ""
+        self._ledger.open(member.engine.name, member.role, identity.slots, identity.context)
+        log.info(
+            "%s engine %s is ready: %d slots, context %d, build %s",
+            member.role, member.engine.name, identity.slots, identity.context, identity.build,
+        )  # fmt: skip
+        self._unprove(member, "no self-test since the engine came up")
+        self._admission.pump()
+
+    def _part(self, member: Member, seen: EngineState) -> None:
+        level = logging.ERROR if member.role is Role.DECODE else logging.WARNING
+        log.log(level, "%s engine %s is gone: %s", member.role, member.engine.name, seen)
+        self._ledger.close(member.engine.name)
+        member.state = seen
+        self._unprove(member, f"the {member.role} engine is {seen}")
+        member.engine.abort()
+        self._admission.pump()
+
+    async def first_verdicts(self) -> None:
+        """Wait until every decode engine is ready, and every pair of ready engines has been tested once."""
+        await self._judged.wait()
+
+    def _take_stock(self) -> None:
+        seen = all(member.looks for member in self.members.values())
+        up = all(member.state is EngineState.READY for member in self._of(Role.DECODE))
+        tested = all(pair.tests > 0 or not pair.up for pair in self.pairs.values())
+        if seen and up and (tested or not self._probe_tokens):
+            self._judged.set()
+
+    # -- pairs ---------------------------------------------------------------------------------------------------------
+
+    def _unprove(self, member: Member, fault: str) -> None:
+        for pair in self.pairs.values():
+            if member in (pair.source, pair.target):
+                pair.state, pair.fault, pair.ineffective = PairState.UNPROVEN, fault, 0
+                pair.nudge.set()
+
+    async def _prove(self, pair: Pair) -> None:
+        """Test a pair whenever it needs it: when both engines are up, and again while it is not proven."""
+        while True:
+            pair.nudge.clear()
+            if pair.up and pair.state is not PairState.PROVEN:
+                await self._test(pair)
+                self._take_stock()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_RETRY_S):
+                    await pair.nudge.wait()
+
+    async def _test(self, pair: Pair) -> None:
+        source, target = pair.source, pair.target
+        name = f"{source.engine.name} -> {target.engine.name}"
+        assert source.identity is not None
+        assert target.identity is not None
+        if differences := compare(source.identity, target.identity):
+            self._fail(pair, name, "; ".join(differences), [])
+            return
+        try:
+            report = await self._probe(source.engine, target.engine)
+        except RequestError as error:
+            pair.fault = f"no slots for the self-test: {error}"
+            return
+        if not pair.up:
+            return  # one of them went meanwhile; its return starts the next test
+        pair.report = report
+        if report.passed:
+            pair.tests += 1
+            pair.state, pair.fault, pair.ineffective = PairState.PROVEN, "", 0
+            pair.bytes_per_token = report.session_bytes / report.tokens
+            log.info("pair %s is proven: %s", name, "; ".join(f"{c.name}: {c.detail}" for c in report.checks[2:]))
+        else:
+            self._fail(pair, name, report.fault, report.advice)
+
+    def _fail(self, pair: Pair, name: str, fault: str, advice: list[str]) -> None:
+        if pair.fault != fault:
+            log.warning("pair %s is not used for handovers: %s. %s", name, fault, " ".join(advice))
+        pair.fault = fault
+        pair.tests += 1
+
+    async def _probe(self, source: Engine, target: Engine) -> Report:
+        deadline = asyncio.get_running_loop().time() + PROBE_WAIT_S
+        tokens = self._probe_tokens
+        read = await self._admission.acquire(
+            Role.PREFILL, source.name, lambda name: self._ledger.claim(name, NOTHING, tokens, 0), deadline
+        )
+        try:
+            write = await self._admission.acquire(
+                Role.DECODE, target.name, lambda name: self._ledger.claim(name, NOTHING, tokens, 64), deadline
+            )
+        except BaseException:
+            self._admission.release(read)
+            raise
+        report = None
+        try:
+            if write.engine != target.name:
+                return Report()
+            await self.make_room(write)
+            assert read.slot is not None
+            assert write.slot is not None
+            report = await Probe(source, target, read.slot, write.slot, self._deadlines).run(tokens)
+            return report
+        finally:
+            # The probe erases both slots; after a failure nobody knows.
+            clean = report is not None and report.passed
+            for lease in (read, write):
+                if clean:
+                    self._admission.release(lease, EMPTY)
+                else:
+                    self.release_when_quiet(lease)
+
+    def judge(self, source: str, target: str, proven: bool, bytes_per_token: float) -> None:
+        """A handover was judged by the engine's own figures. Three in vain, in a row, switch the pair off."""
+        pair = self.pairs[source, target]
+        pair.bytes_per_token = bytes_per_token
+        pair.ineffective = 0 if proven else pair.ineffective + 1
+        if pair.ineffective >= INEFFECTIVE_LIMIT and pair.state is PairState.PROVEN:
+            pair.state = PairState.SWITCHED_OFF
+            pair.fault = "the decode engine reads restored prompts again"
+            log.warning(
+                "pair %s -> %s is switched off: %d handovers in a row were restored and read again all the same. "
+                "Is there other traffic on the decode engine, or is it started without --cache-ram 0?",
+                source, target, pair.ineffective,
+            )  # fmt: skip
+
+    # -- slots that are not quiet --------------------------------------------------------------------------------------
+
+    async def make_room(self, lease: Lease) -> None:
+        """Erase the idle slots that a lease needs out of its way. A failure shows in what follows."""
+        for slot in lease.erase:
+            with suppress(EngineError):
+                await self.engine(lease.engine).erase(slot, self._deadlines)
+
+    def release_when_quiet(self, lease: Lease, holding: Holding | None = None) -> None:
+        """Release a lease as soon as the engine has stopped working on its slot."""
+        self._own(self._quiet(lease, holding))
+
+    async def _quiet(self, lease: Lease, holding: Holding | None) -> None:
+        engine = self.engine(lease.engine)
+        looks = itertools.chain(QUIET_LOOKS_S, itertools.repeat(QUIET_LOOKS_S[-1]))
+        try:
+            for wait_s in looks:
+                await asyncio.sleep(wait_s)
+                if not self._ledger.is_current(lease):
+                    return
+                with suppress(EngineError):
+                    if not await engine.is_busy(lease.slot):
+                        return
+        finally:
+            self._admission.release(lease, holding)
+
+
+async def _template_bytes(engine: Engine) -> int:
+    try:
+        return len((await engine.render(b'{"messages":[{"role":"user","content":""}]}')).encode())
+    except EngineError as error:
+        if error.cause is not Cause.REFUSED:
+            raise
+        return 0  # a model without a chat template

@@ -1,0 +1,180 @@
+"""One prompt's way from the prefill engine to the decode engine: take a ticket, redeem it, prove it, discard it.
+
+It knows the order of the steps, what each failure leads to, and what counts as proof. It never knows a path, a field of
+an engine, or a client.
+"""
+
+import logging
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Self
+
+from splitproxy.adapter import Deadlines, Engine, Progress, to_the_end
+from splitproxy.errors import Cause, EngineError, SplitproxyError, Step
+from splitproxy.model import Failure, HandoverFigures, Redeemed, Ticket, Tokens
+
+log = logging.getLogger(__name__)
+
+# Tokens that a decode engine may read again after a restore and still count as having used the session.
+# Sliding-window models go back to a checkpoint a few tokens before the end; more means that it was not used.
+REREAD_LIMIT = 16
+
+
+class Stage(StrEnum):
+    """Where a handover stands."""
+
+    READY = "ready"
+    READING = "reading"  # the prefill engine reads and saves
+    TICKETED = "ticketed"  # a checked session waits to be redeemed
+    RESTORING = "restoring"
+    RESTORED = "restored"  # the decode engine may answer
+    ANSWERING = "answering"  # the first byte has gone to the client
+    PROVEN = "proven"
+    INEFFECTIVE = "ineffective"  # all went well, and the tokens were read again all the same
+    ABANDONED = "abandoned"  # failed before the first byte: the client never knows
+    BROKEN = "broken"  # failed after it: the stream ends with an error event
+    CANCELLED = "cancelled"  # the client left
+
+
+class Event(StrEnum):
+    """What happens to a handover."""
+
+    BEGIN = "begin"
+    DONE = "done"
+    FAIL = "fail"
+    REUSED = "reused"
+    REREAD = "reread"
+    LEAVE = "leave"
+
+
+ENDS = frozenset({Stage.PROVEN, Stage.INEFFECTIVE, Stage.ABANDONED, Stage.BROKEN, Stage.CANCELLED})
+
+MOVES: dict[tuple[Stage, Event], Stage] = {
+    (Stage.READY, Event.BEGIN): Stage.READING,
+    (Stage.READY, Event.FAIL): Stage.ABANDONED,
+    (Stage.READY, Event.LEAVE): Stage.CANCELLED,
+    (Stage.READING, Event.DONE): Stage.TICKETED,
+    (Stage.READING, Event.FAIL): Stage.ABANDONED,
+    (Stage.READING, Event.LEAVE): Stage.CANCELLED,
+    (Stage.TICKETED, Event.BEGIN): Stage.RESTORING,
+    (Stage.TICKETED, Event.FAIL): Stage.ABANDONED,
+    (Stage.TICKETED, Event.LEAVE): Stage.CANCELLED,
+    (Stage.RESTORING, Event.DONE): Stage.RESTORED,
+    (Stage.RESTORING, Event.FAIL): Stage.ABANDONED,
+    (Stage.RESTORING, Event.LEAVE): Stage.CANCELLED,
+    (Stage.RESTORED, Event.DONE): Stage.ANSWERING,
+    (Stage.RESTORED, Event.FAIL): Stage.ABANDONED,
+    (Stage.RESTORED, Event.LEAVE): Stage.CANCELLED,
+    (Stage.ANSWERING, Event.REUSED): Stage.PROVEN,
+    (Stage.ANSWERING, Event.REREAD): Stage.INEFFECTIVE,
+    (Stage.ANSWERING, Event.FAIL): Stage.BROKEN,
+    (Stage.ANSWERING, Event.LEAVE): Stage.CANCELLED,
+}
+
+
+class IllegalMove(SplitproxyError):  # noqa: N818
+    """A handover was asked to do what its stage does not allow. Nothing has changed."""
+
+
+def move(stage: Stage, event: Event) -> Stage:
+    """The stage after an event. Raises IllegalMove."""
+    try:
+        return MOVES[stage, event]
+    except KeyError:
+        raise IllegalMove(f"a handover that is {stage} cannot take {event}") from None
+
+
+def is_proof(cached_tokens: int, prompt_tokens: int) -> bool:
+    """Whether an engine's own count shows that a restored session of all but one token was used."""
+    return cached_tokens >= prompt_tokens - 1 - REREAD_LIMIT
+
+
+@dataclass(slots=True)
+class Handover:
+    """The handover of one prompt. As a context manager it discards its ticket however the request ends.
+
+    `take` and `redeem` answer whether the handover goes on; where it does not, `failure` says why, and the decode
+    engine has to read the prompt itself.
+    """
+
+    prompt: Tokens
+    source: Engine
+    deadlines: Deadlines
+    stage: Stage = Stage.READY
+    ticket: Ticket | None = None
+    redeemed: Redeemed | None = None
+    failure: Failure | None = None
+
+    async def take(self, slot: int, progress: Progress) -> bool:
+        """Have the prefill engine read all tokens but the last, and save its session."""
+        self._move(Event.BEGIN)
+        try:
+            ticket = await self.source.prefill(self.prompt.head(len(self.prompt) - 1), slot, self.deadlines, progress)
+        except EngineError as error:
+            return self.fail(error)
+        self.ticket = ticket
+        self._move(Event.DONE)
+        return True
+
+    async def redeem(self, target: Engine, slot: int) -> bool:
+        """Have the decode engine restore the session, and discard the ticket, used or not."""
+        self._move(Event.BEGIN)
+        assert self.ticket is not None
+        try:
+            self.redeemed = await target.redeem(self.ticket, slot, self.deadlines)
+            if self.redeemed.tokens != self.ticket.tokens:
+                message = f"{self.redeemed.tokens} of {self.ticket.tokens} tokens were restored"
+                raise EngineError(Step.RESTORE, Cause.CORRUPT, message)
+        except EngineError as error:
+            return self.fail(error)
+        finally:
+            await to_the_end(self.source.discard(self.ticket))
+        self._move(Event.DONE)
+        return True
+
+    def fail(self, error: EngineError) -> bool:
+        """A step has failed: note where and how. Returns False, as the step does."""
+        self.failure = Failure(error.step.value, error.cause.value)
+        self._move(Event.FAIL)
+        log.debug("handover failed at %s (%s): %s", error.step, error.cause, error)
+        return False
+
+    def answering(self) -> None:
+        """The first byte of the answer is on its way to the client."""
+        if self.stage is Stage.RESTORED:
+            self._move(Event.DONE)
+
+    def prove(self, cached_tokens: int) -> bool:
+        """Judge the handover by the decode engine's own count of reused tokens."""
+        proven = is_proof(cached_tokens, len(self.prompt))
+        self._move(Event.REUSED if proven else Event.REREAD)
+        return proven
+
+    def figures(self) -> HandoverFigures | None:
+        """What the handover cost, once the session was restored."""
+        if self.ticket is None or self.redeemed is None:
+            return None
+        return HandoverFigures(
+            prefill_ms=self.ticket.prefill_ms,
+            save_ms=self.ticket.save_ms,
+            restore_ms=self.redeemed.restore_ms,
+            session_bytes=self.ticket.session_bytes,
+            prefill_read_tokens=self.ticket.tokens - self.ticket.cached_tokens,
+            prefill_cached_tokens=self.ticket.cached_tokens,
+        )
+
+    def _move(self, event: Event) -> None:
+        self.stage = move(self.stage, event)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.stage not in ENDS:
+            broke = error is None or isinstance(error, Exception)
+            self._move(Event.FAIL if broke else Event.LEAVE)
+        if self.ticket is not None:
+            await to_the_end(self.source.discard(self.ticket))

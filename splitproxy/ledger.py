@@ -1,0 +1,239 @@
+"""The books: engines, slots, leases, what each slot is believed to hold, and session bytes in flight.
+
+Pure state: every method is a plain function, claims succeed or fail at once, and nothing here waits or calls an engine.
+What a slot holds is a belief. A wrong one costs reading time; it never reaches an answer.
+"""
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from splitproxy.model import Role, Tokens
+
+NOTHING = Tokens()
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a slot is left with. `believed` tokens follow `tokens`: an answer whose ids were not seen."""
+
+    tokens: Tokens = NOTHING
+    believed: int = 0
+    occupied: int = 0  # cells of the KV pool that are surely not exceeded
+
+    def prefix(self, tokens: Tokens) -> int:
+        """How many leading tokens of a prompt are believed to be here."""
+        shared = self.tokens.common_prefix(tokens)
+        if shared and shared == len(self.tokens):
+            return min(shared + self.believed, len(tokens))
+        return shared
+
+
+EMPTY = Holding()
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to use one slot (or, with slot None, a whole engine) until it is released."""
+
+    engine: str
+    slot: int | None
+    epoch: int
+    cells: int  # of the KV pool, reserved for this request
+    erase: tuple[int, ...] = ()  # idle slots to erase first, so that the request fits
+    held: int = 0  # leading tokens of the prompt that the slot was believed to hold
+
+
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    lease: Lease | None = None
+    holding: Holding = EMPTY
+    used: int = 0  # the ledger's own clock at the last release
+
+    @property
+    def cells(self) -> int:
+        """Cells of the pool that this slot may fill."""
+        return self.lease.cells if self.lease is not None else self.holding.occupied
+
+
+@dataclass(slots=True)
+class _Engine:
+    role: Role
+    context: int
+    epoch: int
+    slots: list[_Slot]
+    everything: Lease | None = None  # a lease of the whole engine
+
+    def free(self) -> list[_Slot]:
+        return [] if self.everything else [slot for slot in self.slots if slot.lease is None]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCount:
+    """Slots of one engine by state."""
+
+    free: int
+    busy: int
+    holding: int  # free ones that hold a conversation
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Room for one session file. As a context manager it is given back at the latest at its end."""
+
+    ledger: "Ledger"
+    session_bytes: int
+
+    def release(self) -> None:
+        self.ledger.session_bytes -= self.session_bytes
+        self.session_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@dataclass(slots=True)
+class Ledger:
+    """All engines' books. `session_limit_bytes` bounds the session files in flight together."""
+
+    session_limit_bytes: int
+    session_bytes: int = 0
+    _engines: dict[str, _Engine] = field(default_factory=dict)
+    _clock: int = 0
+
+    def open(self, engine: str, role: Role, slots: int, context: int) -> None:
+        """An engine is ready. Whatever it held before is forgotten, and leases from before no longer count."""
+        self._clock += 1
+        self._engines[engine] = _Engine(role, context, self._clock, [_Slot(number) for number in range(slots)])
+
+    def close(self, engine: str) -> None:
+        """An engine is gone, with all it held."""
+        self._engines.pop(engine, None)
+
+    def ready(self, role: Role) -> list[str]:
+        """The engines of a role that can be used, in the order in which they came."""
+        return [name for name, engine in self._engines.items() if engine.role is role]
+
+    def is_ready(self, engine: str) -> bool:
+        return engine in self._engines
+
+    def context(self, engine: str) -> int:
+        """Tokens that the engine can hold; 0 for one that is gone."""
+        return self._engines[engine].context if engine in self._engines else 0
+
+    def count(self, engine: str) -> SlotCount:
+        if engine not in self._engines:
+            return SlotCount(0, 0, 0)
+        books = self._engines[engine]
+        free = books.free()
+        return SlotCount(len(free), len(books.slots) - len(free), sum(bool(s.holding.occupied) for s in free))
+
+    def held(self, engine: str, tokens: Tokens) -> int:
+        """How many leading tokens of a prompt the slot that it would get is believed to hold."""
+        if engine not in self._engines:
+            return 0
+        books = self._engines[engine]
+        candidates = books.free() or books.slots
+        return _choose(candidates, tokens).holding.prefix(tokens)
+
+    def indifferent(self) -> bool:
+        """Whether a prompt's ids would change nothing about the slot it gets: there is one, or none holds anything."""
+        slots = [slot for engine in self._engines.values() if engine.role is Role.DECODE for slot in engine.slots]
+        return len(slots) == 1 or all(slot.holding is EMPTY and slot.lease is None for slot in slots)
+
+    def claim(self, engine: str, tokens: Tokens, prompt_tokens: int, growth: int) -> Lease | None:
+        """Claim a slot for a prompt and an answer of up to `growth` tokens; None if there is no room now.
+
+        `tokens` are the prompt's, as far as they are known; `prompt_tokens` is their number or an estimate. The pool of
+        cells is taken to be shared by all slots. A prompt that can never fit needs none: the engine refuses it.
+        """
+        books = self._engines.get(engine)
+        if books is None or not (free := books.free()):
+            return None
+        slot = _choose(free, tokens)
+        cells = min(prompt_tokens + growth, books.context) if prompt_tokens < books.context else slot.cells
+        spare = books.context - sum(other.cells for other in books.slots if other is not slot)
+        erase: list[int] = []
+        for idle in sorted((s for s in free if s is not slot and s.cells), key=lambda s: s.used):
+            if spare >= cells:
+                break
+            spare += idle.cells
+            erase.append(idle.number)
+        if spare < cells:
+            return None
+        for number in erase:
+            books.slots[number].holding = EMPTY
+        slot.lease = Lease(engine, slot.number, books.epoch, cells, tuple(erase), slot.holding.prefix(tokens))
+        slot.holding = EMPTY  # until the request has ended well
+        return slot.lease
+
+    def claim_engine(self, engine: str) -> Lease | None:
+        """Claim all slots at once, for a request that chooses its slot itself; what they held is forgotten."""
+        books = self._engines.get(engine)
+        if books is None or len(books.free()) < len(books.slots):
+            return None
+        for slot in books.slots:
+            slot.holding = EMPTY
+        books.everything = Lease(engine, None, books.epoch, books.context)
+        return books.everything
+
+    def release(self, lease: Lease, holding: Holding | None = None) -> None:
+        """End a lease. Without a holding the slot is believed to hold nothing, and to fill what was reserved."""
+        if not self.is_current(lease):
+            return  # the engine was restarted meanwhile
+        books = self._engines[lease.engine]
+        self._clock += 1
+        if lease.slot is None:
+            books.everything = None
+            for slot in books.slots:
+                slot.holding = Holding(occupied=books.context // len(books.slots))
+            return
+        slot = books.slots[lease.slot]
+        if slot.lease is not lease:
+            raise ValueError(f"slot {lease.slot} of {lease.engine} is not held by this lease")
+        slot.lease = None
+        slot.used = self._clock
+        slot.holding = holding if holding is not None else Holding(occupied=lease.cells)
+
+    def is_current(self, lease: Lease) -> bool:
+        """Whether the engine is still the one that the lease was made for."""
+        books = self._engines.get(lease.engine)
+        return books is not None and books.epoch == lease.epoch
+
+    def has_room(self, session_bytes: int) -> bool:
+        """Whether one more session file of this size may be in flight."""
+        return self.session_bytes + session_bytes <= self.session_limit_bytes
+
+    def reserve(self, session_bytes: int) -> Reservation:
+        """Count a session file of about this size as in flight."""
+        self.session_bytes += session_bytes
+        return Reservation(self, session_bytes)
+
+    def busy(self) -> int:
+        """Leases that are out."""
+        return sum(
+            (engine.everything is not None) + sum(slot.lease is not None for slot in engine.slots)
+            for engine in self._engines.values()
+        )
+
+
+def _choose(slots: list[_Slot], tokens: Tokens) -> _Slot:
+    """The slot whose use costs least: the one that the prompt continues, else an empty one, else the oldest.
+
+    A prompt continues a slot when it keeps at least half of what the slot holds. Sharing no more than a system prompt
+    is no reason to overwrite somebody's conversation while another slot is empty.
+    """
+    prefix = {slot.number: slot.holding.prefix(tokens) for slot in slots}
+
+    def rank(slot: _Slot) -> tuple[bool, int, bool, int, int]:
+        shared = prefix[slot.number]
+        continues = shared > 0 and 2 * shared >= len(slot.holding.tokens)
+        return (continues, shared if continues else 0, slot.cells == 0, shared, -slot.used)
+
+    return max(slots, key=rank)

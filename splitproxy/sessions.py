@@ -1,0 +1,135 @@
+"""The folder of session files: names, checks of what lies there, removal, sweep.
+
+Session files are transcripts. The folder is private, one proxy owns it, file names are random and made here alone, and
+a file lives no longer than its ticket.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from splitproxy.errors import ConfigError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - session files belong in RAM
+DEFAULT_DIR = SHARED_MEMORY / "splitproxy"
+MEMORY_NEEDED_BYTES = 6 * 1024**3
+_PREFIX, _SUFFIX = "splitproxy-", ".session"
+_LOCK = ".splitproxy.lock"
+
+
+def fresh_dir() -> Path:
+    """A new private folder: in RAM when more than 6 GiB are free there, else in the temp folder."""
+    roomy = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > MEMORY_NEEDED_BYTES
+    return Path(tempfile.mkdtemp(prefix="splitproxy-", dir=SHARED_MEMORY if roomy else None))
+
+
+class SessionStore:
+    """One folder of session files, owned by this process while the store is open.
+
+    Raises ConfigError when the folder cannot be made, is not private, or belongs to another proxy that runs.
+    """
+
+    def __init__(self, folder: Path, *, remove_at_close: bool = False) -> None:
+        self.folder = folder
+        self._remove_at_close = remove_at_close
+        self._live: set[str] = set()
+        self._lock: int | None = None
+
+    def open(self) -> Self:
+        """Make the folder private and ours, and remove what an earlier run has left in it."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_private()
+            self._lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._unlock()
+            raise ConfigError([f"split.dir = {str(self.folder)!r}: another splitproxy is using this folder"]) from None
+        except OSError as error:
+            self._unlock()
+            raise ConfigError([f"split.dir = {str(self.folder)!r}: cannot be used: {error.strerror}"]) from None
+        if swept := self.sweep():
+            log.warning("removed %d session files that an earlier run had left in %s", swept, self.folder)
+        return self
+
+    def _make_private(self) -> None:
+        status = self.folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(20, "it is not a folder")
+        if status.st_mode & 0o077:
+            if status.st_uid != os.geteuid():
+                raise PermissionError(13, "others can read it, and it belongs to another user")
+            self.folder.chmod(0o700)
+
+    def new_name(self) -> str:
+        """A name for a session file that is about to be written."""
+        name = f"{_PREFIX}{secrets.token_hex(16)}{_SUFFIX}"
+        self._live.add(name)
+        return name
+
+    async def read(self, name: str, reader: Callable[[Path], T]) -> T:
+        """Look at a file in a thread, after making sure that only its owner can read it. Raises OSError, ValueError."""
+
+        def work() -> T:
+            path = self.folder / name
+            if path.lstat().st_uid == os.geteuid():
+                path.chmod(0o600)  # engines create it for everybody to read
+            return reader(path)
+
+        return await asyncio.to_thread(work)
+
+    async def remove(self, name: str) -> None:
+        """Remove a file if it is there. A failure is logged; the next sweep tries again."""
+        self._live.discard(name)
+        # Freeing gigabytes of shared memory takes a while.
+        await asyncio.to_thread(self._unlink, self.folder / name)
+
+    def sweep(self) -> int:
+        """Remove every session file that no ticket stands for, such as one written after its deadline."""
+        stray = [path for path in self.folder.glob(f"{_PREFIX}*{_SUFFIX}") if path.name not in self._live]
+        return sum(self._unlink(path) for path in stray)
+
+    def _unlink(self, path: Path) -> bool:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.error("cannot remove the session file %s: %s", path, error.strerror)
+            return False
+        return True
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.folder).free
+
+    def close(self) -> None:
+        """Remove all session files, and the folder where it was made for this run."""
+        self._live.clear()
+        self.sweep()
+        if self._remove_at_close:
+            (self.folder / _LOCK).unlink(missing_ok=True)
+            self.folder.rmdir()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
