@@ -610,7 +610,7 @@ class _Job:
             await self._tell_progress()
             if self._is_prefill:
                 await engine.disturb(self._stage, made.read, self._request, self._call)
-        self._slot.held.mark_prompt(engine.checkpoints)
+        self._slot.held.mark_prompt(made.cached, engine.checkpoints)
 
     def _reuse(self) -> None:
         made, slot = self._made, self._slot

@@ -150,11 +150,12 @@ class Held:
         self.ids += ids
         self.words += map(weights.word, ids)
 
-    def mark_prompt(self, limit: int) -> None:
-        """Take the checkpoints of a prompt that was just read; only the latest `limit` are kept."""
+    def mark_prompt(self, start: int, limit: int) -> None:
+        """Take the checkpoints of a prompt that was read from `start` on; only the latest `limit` are kept."""
         end = len(self.ids)
-        places = {end - CHECKPOINT_TAIL - CHECKPOINT_GAP, end - CHECKPOINT_TAIL, *self.checkpoints}
-        self.checkpoints = sorted(place for place in places if place > 0)[-limit:] if limit else []
+        passed = [end - CHECKPOINT_TAIL - CHECKPOINT_GAP, end - CHECKPOINT_TAIL]
+        places = {*self.checkpoints, *(place for place in passed if place > start)}
+        self.checkpoints = sorted(places)[-limit:] if limit else []
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
