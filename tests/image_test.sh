@@ -164,10 +164,13 @@ print(*engine_command(sys.argv[1], model=model, sessions=sessions, port=int(sys.
 }
 
 wait_until() { # SECONDS PID COMMAND...: the command succeeds; the process must live that long
-  local end=$(($(now_ms) + $1 * 1000)) pid=$2
+  local end=$(($(now_ms) + $1 * 1000)) pid=$2 code=0
   shift 2
   until "$@" >/dev/null 2>"$work/waiting.log"; do
-    kill -0 "$pid" 2>/dev/null || fail "the process ended while it was waited for: $*"
+    if ! kill -0 "$pid" 2>/dev/null; then
+      wait "$pid" 2>/dev/null || code=$?
+      fail "the process ended with exit code $code while it was waited for: $*"
+    fi
     (($(now_ms) < end)) || fail "waited in vain: $*: $(tail -n 1 "$work/waiting.log")"
     sleep 0.2
   done
