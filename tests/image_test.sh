@@ -309,14 +309,14 @@ running=("$buildah_pid" "${running[@]}")
 wait_until 60 "$buildah_pid" in_image "${health[@]:1}"
 process=$(proxy_process "$buildah_pid")
 running=("$process" "${running[@]}")
-wait_until 60 "$process" pair_proven
+wait_until 60 "$buildah_pid" pair_proven
 
 step "request"
 result=$(ask)
 finish_step ": $result"
 
 step "session folder"
-wait_until 5 "$process" session_folder_is_empty
+wait_until 5 "$buildah_pid" session_folder_is_empty
 
 step "stop"
 kill -TERM "$process"
