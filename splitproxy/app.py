@@ -8,7 +8,6 @@ import hmac
 import logging
 import os
 import secrets
-import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -290,9 +289,6 @@ class _Sink:
             self.response.enable_chunked_encoding()
         with _client_errors():
             await self.response.prepare(self._request)
-        transport = self._request.transport
-        if transport is not None and (raw := transport.get_extra_info("socket")) is not None:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def write(self, data: bytes) -> None:
         with _client_errors():

@@ -5,13 +5,11 @@ It speaks to engines through adapters and to the client through a Sink, and know
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from splitproxy.adapter import Answer, Call, Deadlines
+from splitproxy.adapter import Answer, Call, Deadlines, Engine
 from splitproxy.admission import Admission
 from splitproxy.client import Client, ClientLeft, Sink
 from splitproxy.errors import Cause, EngineError, Fault, RequestError, Step
@@ -19,24 +17,11 @@ from splitproxy.figures import FigureReader, whole_request
 from splitproxy.fleet import Fleet
 from splitproxy.handover import Handover, Stage
 from splitproxy.ledger import NOTHING, Holding, Lease, Ledger, Reservation
-from splitproxy.model import (
-    Api,
-    Ask,
-    DecodeView,
-    EngineState,
-    Figures,
-    HandoverFigures,
-    Outcome,
-    PrefillView,
-    RequestRecord,
-    Role,
-    Route,
-    RouteKind,
-    Tokens,
-)
+from splitproxy.model import Api, Ask, HandoverFigures, Outcome, RequestRecord, Role, Route, Tokens
 from splitproxy.router import Demand, Rules, decide
 from splitproxy.sse import MEDIA_TYPE
 from splitproxy.tokenize import Tokenizer, surely_shorter
+from splitproxy.trace import Trace
 from splitproxy.wire import pin, to_client, to_engine
 
 log = logging.getLogger(__name__)
@@ -67,343 +52,237 @@ class Incoming:
     headers: Sequence[tuple[str, str]]
     body: bytes = field(repr=False)
 
-
-@dataclass(slots=True)
-class Trace:
-    """What is noted while a request runs; `record` freezes it."""
-
-    request_id: str
-    api: Api
-    stream: bool
-    start: float = field(default_factory=time.perf_counter)
-    step: str = "accept"
-    status: int = 0
-    outcome: Outcome = Outcome.OK
-    route: Route | None = None
-    engine: str = ""
-    queue_ms: float = 0.0
-    tokenize_ms: float = 0.0
-    first_byte: float | None = None
-    decode_start: float | None = None
-    last_chunk: float = 0.0
-    figures: Figures | None = None
-    handover: Handover | None = None
-    reasoned: bool = False
-    answered: bool = False  # the engine's answer has ended; whatever comes after cannot spoil it
-    gaps_ms: list[float] = field(default_factory=list)
-
-    def chunk(self) -> None:
-        """A piece of the answer is on its way."""
-        now = time.perf_counter()
-        if self.first_byte is None:
-            self.first_byte = now
-        else:
-            self.gaps_ms.append(1000 * (now - self.last_chunk))
-        self.last_chunk = now
-
-    def record(self) -> RequestRecord:
-        now = time.perf_counter()
-        first_ms = None if self.first_byte is None else 1000 * (self.first_byte - self.start)
-        return RequestRecord(
-            request_id=self.request_id,
-            api=self.api,
-            stream=self.stream,
-            outcome=self.outcome,
-            status=self.status,
-            step=self.step,
-            route=self.route,
-            engine=self.engine,
-            queue_ms=self.queue_ms,
-            tokenize_ms=self.tokenize_ms,
-            first_byte_ms=first_ms,
-            total_ms=1000 * (now - self.start),
-            decode_ms=None if self.decode_start is None else 1000 * (now - self.decode_start),
-            figures=self.figures,
-            handover=None if self.handover is None else self.handover.figures(),
-            effective=_effective(self.handover),
-            failure=None if self.handover is None else self.handover.failure,
-            gaps_ms=tuple(self.gaps_ms),
-        )
+    def call(self, body: bytes | None, *, streams: bool = False) -> Call:
+        """The request as an engine gets it."""
+        return Call(self.method, self.target, to_engine(self.headers), body, streams)
 
 
-def _effective(handover: Handover | None) -> bool | None:
-    stage = None if handover is None else handover.stage
-    return {Stage.PROVEN: True, Stage.INEFFECTIVE: False}.get(stage) if stage is not None else None
-
-
+@dataclass(frozen=True, slots=True)
 class Exchange:
-    """Serves requests, one `run` each; holds no state of its own."""
+    """Serves requests, each by itself; it holds no state of its own."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        fleet: Fleet,
-        ledger: Ledger,
-        admission: Admission,
-        tokenizer: Tokenizer,
-        observe: Callable[[RequestRecord], None],
-    ) -> None:
-        self._settings = settings
-        self._fleet = fleet
-        self._ledger = ledger
-        self._admission = admission
-        self._tokenizer = tokenizer
-        self._observe = observe
+    settings: Settings
+    fleet: Fleet
+    ledger: Ledger
+    admission: Admission
+    tokenizer: Tokenizer
+    observe: Callable[[RequestRecord], None]
 
     async def run(self, incoming: Incoming, ask: Ask, sink: Sink) -> None:
         """Answer a generating request, whatever happens. To be cancelled when the client leaves."""
         trace = Trace(incoming.request_id, ask.api, ask.stream)
-        keep_alive_s = self._settings.keep_alive_s
-        client = Client(sink, ask.api, stream=ask.stream, keep_alive_s=keep_alive_s, request_id=incoming.request_id)
+        client = Client(
+            sink,
+            ask.api,
+            stream=ask.stream,
+            keep_alive_s=self.settings.keep_alive_s,
+            request_id=incoming.request_id,
+        )
         try:
             async with client:
-                await self._serve(incoming, ask, client, trace)
-        except RequestError as error:
-            await self._refuse(client, trace, error)
-        except EngineError as error:
-            log.warning("request %s: decode engine %s failed: %s", trace.request_id, trace.engine, error)
-            self._fleet.suspect(trace.engine)
-            await self._refuse(client, trace, _decode_fault(error))
+                await _Request(self, incoming, ask, client, trace, self.queue_deadline()).serve()
+        except (RequestError, EngineError) as error:
+            trace.outcome = Outcome.ERROR
+            trace.status = await self.refuse(client, error, trace.engine, incoming.request_id)
         except (asyncio.CancelledError, ClientLeft):
             if not trace.answered:
                 trace.outcome = Outcome.CANCELLED
             raise
         finally:
-            self._observe(trace.record())
-
-    async def _refuse(self, client: Client, trace: Trace, error: RequestError) -> None:
-        trace.outcome, trace.status = Outcome.ERROR, error.status
-        try:
-            await client.fail(error)
-        except ClientLeft:
-            trace.outcome = Outcome.CANCELLED
-
-    async def _serve(self, incoming: Incoming, ask: Ask, client: Client, trace: Trace) -> None:
-        deadline = asyncio.get_running_loop().time() + self._settings.queue_timeout_s
-        tokens, surely_short = await self._tokens(ask, trace)
-        trace.route = self._decide(ask, tokens, surely_short)
-        if trace.route.kind is RouteKind.LOCAL or tokens is None:
-            await self._answer(incoming, ask, tokens, client, trace, deadline)
-            return
-        source = self._fleet.engine(trace.route.prefill_engine or "")
-        pair = self._fleet.pairs[source.name, trace.route.decode_engine]
-        with self._ledger.reserve(_session_bytes(pair.bytes_per_token, tokens)) as room:
-            async with Handover(tokens, source, self._settings.deadlines) as handover:
-                trace.handover = handover
-                await self._read_ahead(handover, trace, deadline)
-                self._insist(handover)
-                await self._answer(incoming, ask, tokens, client, trace, deadline, room)
-
-    def _insist(self, handover: Handover) -> None:
-        """Where the configuration wants no local reading instead, a failed handover is an error."""
-        if handover.failure is not None and self._settings.on_prefill_failure == "reject":
-            message = f"the prefill engine failed ({handover.failure.step}: {handover.failure.cause})"
-            raise RequestError(Fault.PREFILL_FAILED, message, retry_after_s=RETRY_AFTER_S)
+            self.observe(trace.record())
 
     async def forward(self, incoming: Incoming, sink: Sink, *, api: Api, takes_slots: bool) -> None:
         """Pass any other request on to a decode engine, which it gets to itself if it may take slots."""
-        deadline = asyncio.get_running_loop().time() + self._settings.queue_timeout_s
         client = Client(sink, api, stream=False, keep_alive_s=0, request_id=incoming.request_id)
-        name, lease, finished = "", None, False
+        engine, lease, finished = "", None, False
         try:
-            name = self._decode_engines()[0]
+            engine = self.decode_engines()[0]
             if takes_slots:
-                lease = await self._admission.acquire(Role.DECODE, None, self._ledger.claim_engine, deadline)
-                name = lease.engine
-            call = Call(incoming.method, incoming.target, to_engine(incoming.headers), incoming.body or None)
-            async with self._fleet.engine(name).call(call, self._settings.deadlines) as answer:
+                claim = self.ledger.claim_engine
+                lease = await self.admission.acquire(Role.DECODE, None, claim, self.queue_deadline())
+                engine = lease.engine
+            call = incoming.call(incoming.body or None)
+            async with self.fleet.engine(engine).call(call, self.settings.deadlines) as answer:
                 headers = to_client(answer.headers)
                 await client.begin(answer.status, headers, length=_length(answer), one_piece=False)
                 async for chunk in answer.chunks():
                     await client.relay(chunk)
+                finished = True
                 await client.finish()
-            finished = True
-        except RequestError as error:
-            await client.fail(error)
-        except EngineError as error:
-            log.warning("request %s: engine %s failed: %s", incoming.request_id, name, error)
-            self._fleet.suspect(name)
-            await client.fail(_decode_fault(error))
+        except (RequestError, EngineError) as error:
+            await self.refuse(client, error, engine, incoming.request_id)
         finally:
             if lease is not None:
-                self._end(lease, quiet=finished)
+                self.fleet.end(lease, quiet=finished)
 
-    # -- before the answer ---------------------------------------------------------------------------------------------
+    async def refuse(self, client: Client, error: RequestError | EngineError, engine: str, request_id: str) -> int:
+        """Tell the client that there is no answer; the status that it gets, or would have got."""
+        if isinstance(error, EngineError):
+            log.warning("request %s: decode engine %s failed: %s", request_id, engine, error)
+            self.fleet.suspect(engine)
+            fault = Fault.DECODE_TIMEOUT if error.cause is Cause.TIMEOUT else Fault.DECODE_FAILED
+            error = RequestError(fault, f"the decode engine failed: {error}")
+        await client.fail(error)
+        return error.status
 
-    async def _tokens(self, ask: Ask, trace: Trace) -> tuple[Tokens | None, bool]:
-        """The prompt's ids, where they are needed and can be had, and whether it is short without them."""
-        floor = self._settings.rules.floor
-        if ask.not_splittable is not None:
-            return None, False
-        template_bytes = self._fleet.template_bytes
-        if self._ledger.indifferent() and surely_shorter(ask, floor, template_bytes):
-            return None, True
-        return await self._tokenize(ask, trace), False
-
-    async def _tokenize(self, ask: Ask, trace: Trace) -> Tokens | None:
-        trace.step = Step.TOKENIZE.value
-        start = time.perf_counter()
-        try:
-            return await self._tokenizer.tokens(ask, self._fleet.engine(self._decode_engines()[0]))
-        except EngineError as error:
-            if error.cause is not Cause.REFUSED:
-                log.warning("cannot tokenize: %s", error)
-            return None
-        finally:
-            trace.tokenize_ms = 1000 * (time.perf_counter() - start)
-
-    def _decode_engines(self) -> list[str]:
-        if not (ready := self._ledger.ready(Role.DECODE)):
+    def decode_engines(self) -> list[str]:
+        """The decode engines that are ready, at least one. Raises RequestError."""
+        if not (ready := self.ledger.ready(Role.DECODE)):
             raise RequestError(Fault.NO_DECODE_ENGINE, "no decode engine is ready", retry_after_s=RETRY_AFTER_S)
         return ready
 
-    def _decide(self, ask: Ask, tokens: Tokens | None, surely_short: bool) -> Route:
-        ready = self._decode_engines()
-        decode = [
-            DecodeView(
-                engine=name,
-                held_tokens=0 if tokens is None else self._ledger.held(name, tokens),
-                context=self._ledger.context(name),
-                free_slots=self._ledger.count(name).free,
-            )
-            for name in ready
-        ]
-        prefill = [
-            PrefillView(
-                engine=pair.source.engine.name,
-                decode_engine=pair.target.engine.name,
-                up=pair.source.state is EngineState.READY,
-                pair=pair.state,
-                context=self._ledger.context(pair.source.engine.name),
-                waiting=self._admission.waiting_for(pair.source.engine.name)
-                + self._ledger.count(pair.source.engine.name).busy,
-                room=self._ledger.has_room(_session_bytes(pair.bytes_per_token, tokens)),
-            )
-            for pair in self._fleet.pairs.values()
-            if pair.target.engine.name in ready
-        ]
-        demand = Demand(
-            tokens=None if tokens is None else len(tokens),
-            splittable=ask.not_splittable is None,
-            surely_short=surely_short,
-        )
-        return decide(demand, decode, prefill, self._settings.rules)
+    def queue_deadline(self) -> float:
+        """When a request that comes now has waited long enough, on the loop's clock."""
+        return asyncio.get_running_loop().time() + self.settings.queue_timeout_s
 
-    async def _read_ahead(self, handover: Handover, trace: Trace, deadline: float) -> None:
-        """Have the prefill engine read the prompt and save its session. Failure is noted in the handover."""
-        route = trace.route
-        assert route is not None
-        name = handover.source.name
-        with _waiting(trace):
-            try:
-                lease = await self._admission.acquire(
-                    Role.PREFILL,
-                    name,
-                    lambda engine: self._ledger.claim(engine, NOTHING, len(handover.prompt), 0),
-                    deadline,
-                )
-            except RequestError as error:
-                if error.fault is not Fault.NO_DECODE_ENGINE:
-                    raise
-                handover.fail(EngineError(Step.PREFILL, Cause.DIED, "the prefill engine went while it was waited for"))
-                return
+
+@dataclass(slots=True)
+class _Request:
+    """One generating request on its way."""
+
+    exchange: Exchange
+    incoming: Incoming
+    ask: Ask
+    client: Client
+    trace: Trace
+    deadline: float
+    tokens: Tokens | None = None  # None: not known
+
+    async def serve(self) -> None:
+        route = self.trace.route = await self._route()
+        if route.prefill_engine is None or self.tokens is None:
+            await self._answer(route)
+            return
+        fleet, settings = self.exchange.fleet, self.exchange.settings
+        source = fleet.engine(route.prefill_engine)
+        session_bytes = fleet.session_bytes(route.prefill_engine, route.decode_engine, self.tokens)
+        with self.exchange.ledger.reserve(session_bytes) as room:
+            async with Handover(self.tokens, source, settings.deadlines) as handover:
+                self.trace.handover = handover
+                await self._read_ahead(handover)
+                if handover.failure is not None and settings.on_prefill_failure == "reject":
+                    message = f"the prefill engine failed ({handover.failure.step}: {handover.failure.cause})"
+                    raise RequestError(Fault.PREFILL_FAILED, message, retry_after_s=RETRY_AFTER_S)
+                await self._answer(route, room)
+
+    # -- before the answer ---------------------------------------------------------------------------------------------
+
+    async def _route(self) -> Route:
+        """Tokenize where that can matter, and decide."""
+        exchange, rules = self.exchange, self.exchange.settings.rules
+        splittable = self.ask.not_splittable is None
+        short = splittable and surely_shorter(self.ask, rules.floor, exchange.fleet.template_bytes)
+        if splittable and not (short and exchange.ledger.indifferent()):
+            await self._tokenize()
+        exchange.decode_engines()
+        decode, prefill = exchange.fleet.views(self.tokens)
+        count = None if self.tokens is None else len(self.tokens)
+        return decide(Demand(count, splittable, short), decode, prefill, rules)
+
+    async def _tokenize(self) -> None:
+        """Learn the prompt's ids, if they can be had."""
+        self.trace.step = Step.TOKENIZE.value
+        engine = self.exchange.fleet.engine(self.exchange.decode_engines()[0])
+        try:
+            with self.trace.tokenizing():
+                self.tokens = await self.exchange.tokenizer.tokens(self.ask, engine)
+        except EngineError as error:
+            # A refusal is about this request: the engine will tell the client itself.
+            if error.cause is not Cause.REFUSED:
+                log.warning("cannot tokenize: %s", error)
+
+    async def _read_ahead(self, handover: Handover) -> None:
+        """Have the prefill engine read the prompt and save its session. A failure is noted in the handover."""
+        fleet, trace = self.exchange.fleet, self.trace
+        try:
+            lease = await self._prefill_lease(handover.source)
+        except RequestError as error:
+            if error.fault is not Fault.NO_DECODE_ENGINE:
+                raise
+            handover.fail(EngineError(Step.PREFILL, Cause.DIED, "the prefill engine went while it was waited for"))
+            return
+
+        def progress(step: Step, _done: int, _total: int) -> None:
+            trace.step = step.value
+
         taken = False
         try:
-            await self._fleet.make_room(lease)
-            assert lease.slot is not None
-
-            def progress(step: Step, _done: int, _total: int) -> None:
-                trace.step = step.value
-
+            await fleet.make_room(lease)
             trace.step = Step.PREFILL.value
-            taken = await handover.take(lease.slot, progress)
+            taken = await handover.take(lease.number, progress)
         finally:
-            self._end(lease, quiet=taken or _engine_is_idle(handover))
-        if handover.failure is not None:
-            self._fleet.suspect(name)
+            fleet.end(lease, quiet=taken or _has_answered(handover))
+        if not taken:
+            fleet.suspect(handover.source.name)
 
-    def _end(self, lease: Lease, *, quiet: bool, holding: Holding | None = None) -> None:
-        if quiet:
-            self._admission.release(lease, holding)
-        else:
-            self._fleet.release_when_quiet(lease, holding)
+    async def _prefill_lease(self, source: Engine) -> Lease:
+        prompt_tokens = len(self.tokens) if self.tokens is not None else 0
+
+        def claim(engine: str) -> Lease | None:
+            return self.exchange.ledger.claim(engine, NOTHING, prompt_tokens, 0)
+
+        with self.trace.waiting():
+            return await self.exchange.admission.acquire(Role.PREFILL, source.name, claim, self.deadline)
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
-    async def _answer(
-        self,
-        incoming: Incoming,
-        ask: Ask,
-        tokens: Tokens | None,
-        client: Client,
-        trace: Trace,
-        deadline: float,
-        room: Reservation | None = None,
-    ) -> None:
+    async def _answer(self, route: Route, room: Reservation | None = None) -> None:
         """Claim a decode slot, restore a waiting session into it, relay the answer, and settle the books."""
-        route = trace.route
-        assert route is not None
-        while True:
-            lease = await self._decode_lease(ask, tokens, route, trace, deadline)
-            trace.engine = lease.engine
-            if await self._restore(lease, trace):
-                break
+        exchange, trace = self.exchange, self.trace
+        lease = await self._decode_lease(route)
+        while not await self._restore(lease):
+            lease = await self._decode_lease(route)
         if room is not None:
             room.release()  # the session file is gone
-        assert lease.slot is not None
         try:
-            body = pin(ask, lease.slot)
-            call = Call(incoming.method, incoming.target, to_engine(incoming.headers), body, ask.stream)
-            trace.step = Step.DECODE.value
-            trace.decode_start = time.perf_counter()
-            async with self._fleet.engine(lease.engine).call(call, self._settings.deadlines) as answer:
-                await self._relay(answer, client, trace)
-            if tokens is None and ask.not_splittable is None and trace.figures is not None:
-                tokens = await self._tokenize(ask, trace)  # the client has its answer; the next turn wants to know
+            call = self.incoming.call(pin(self.ask, lease.number), streams=self.ask.stream)
+            trace.start_decode()
+            async with exchange.fleet.engine(lease.engine).call(call, exchange.settings.deadlines) as answer:
+                await self._relay(answer, route)
+            if self.tokens is None and self.ask.not_splittable is None and trace.figures is not None:
+                await self._tokenize()  # the client has its answer; the next turn wants to know
         finally:
-            self._judge(lease, trace)
-            self._end(lease, quiet=trace.answered, holding=_holding(ask, tokens, lease, trace))
+            self._judge(lease)
+            exchange.fleet.end(lease, quiet=trace.answered, holding=self._holding(lease))
 
-    async def _decode_lease(
-        self, ask: Ask, tokens: Tokens | None, route: Route, trace: Trace, deadline: float
-    ) -> Lease:
-        known = tokens if tokens is not None else NOTHING
-        count = len(tokens) if tokens is not None else len(ask.body) // BYTES_PER_TOKEN_GUESS
-        growth = self._settings.reserve_tokens if ask.max_tokens is None else ask.max_tokens
-        with _waiting(trace):
-            return await self._admission.acquire(
-                Role.DECODE,
-                route.decode_engine,
-                lambda engine: self._ledger.claim(engine, known, count, growth),
-                deadline,
-            )
+    async def _decode_lease(self, route: Route) -> Lease:
+        known = self.tokens if self.tokens is not None else NOTHING
+        count = len(self.tokens) if self.tokens is not None else len(self.ask.body) // BYTES_PER_TOKEN_GUESS
+        wanted = self.ask.max_tokens
+        growth = self.exchange.settings.reserve_tokens if wanted is None else wanted
 
-    async def _restore(self, lease: Lease, trace: Trace) -> bool:
-        """Prepare the slot. False when the slot is not fit for use and another must be claimed."""
-        ready = False
-        usable = True
+        def claim(engine: str) -> Lease | None:
+            return self.exchange.ledger.claim(engine, known, count, growth)
+
+        with self.trace.waiting():
+            lease = await self.exchange.admission.acquire(Role.DECODE, route.decode_engine, claim, self.deadline)
+        self.trace.engine = lease.engine
+        return lease
+
+    async def _restore(self, lease: Lease) -> bool:
+        """Prepare the slot. False where the slot is not fit for use and another must be claimed."""
+        fleet, handover = self.exchange.fleet, self.trace.handover
+        usable = False
         try:
-            await self._fleet.make_room(lease)
-            handover = trace.handover
+            await fleet.make_room(lease)
             if handover is not None and handover.stage is Stage.TICKETED:
-                assert lease.slot is not None
-                trace.step = Step.RESTORE.value
-                if not await handover.redeem(self._fleet.engine(lease.engine), lease.slot):
-                    usable = _engine_is_idle(handover)
-                    self._fleet.suspect(lease.engine)
-            ready = usable
-            return usable
+                self.trace.step = Step.RESTORE.value
+                usable = await handover.redeem(fleet.engine(lease.engine), lease.number) or _has_answered(handover)
+            else:
+                usable = True
         finally:
-            if not ready:
-                self._fleet.release_when_quiet(lease)
+            if not usable:
+                fleet.end(lease, quiet=False)
+                fleet.suspect(lease.engine)
+        return usable
 
-    async def _relay(self, answer: Answer, client: Client, trace: Trace) -> None:
+    async def _relay(self, answer: Answer, route: Route) -> None:
         """Pass the answer on as it comes, and read its figures on the way."""
-        handover = trace.handover
+        trace, handover, client = self.trace, self.trace.handover, self.client
         cost = handover.figures() if handover is not None and handover.stage is Stage.RESTORED else None
         reader = FigureReader(None if cost is None else whole_request(cost))
         one_piece = cost is not None and answer.media_type != MEDIA_TYPE
-        headers = [*to_client(answer.headers), *_headers(trace, cost)]
+        headers = [*to_client(answer.headers), *_headers(trace, route, cost)]
         trace.status = answer.status
         await client.begin(answer.status, headers, length=_length(answer), one_piece=one_piece)
         async for chunk in answer.chunks():
@@ -416,48 +295,35 @@ class Exchange:
         await client.relay(reader.close())
         await client.finish()
 
-    def _judge(self, lease: Lease, trace: Trace) -> None:
+    def _judge(self, lease: Lease) -> None:
         """Compare a handover with what the decode engine says it reused."""
-        handover, figures = trace.handover, trace.figures
+        handover, figures = self.trace.handover, self.trace.figures
         if figures is None or handover is None or handover.stage is not Stage.ANSWERING or handover.ticket is None:
             return
         proven = handover.prove(figures.cached_tokens)
         bytes_per_token = handover.ticket.session_bytes / handover.ticket.tokens
-        self._fleet.judge(handover.source.name, lease.engine, proven, bytes_per_token)
+        self.exchange.fleet.judge(handover.source.name, lease.engine, proven, bytes_per_token)
+
+    def _holding(self, lease: Lease) -> Holding | None:
+        """What the slot is left with, as far as it is certain."""
+        trace, figures, tokens = self.trace, self.trace.figures, self.tokens
+        if figures is None or trace.status != 200:
+            # An answer that was cut off has begun: the prompt was read, of the rest nothing is certain.
+            was_read = trace.first_byte is not None and trace.status == 200 and not self.ask.progress
+            return Holding(tokens, occupied=lease.cells) if was_read and tokens is not None else None
+        prompt_tokens = figures.cached_tokens + figures.read_tokens
+        occupied = prompt_tokens + figures.answer_tokens
+        if tokens is None or len(tokens) != prompt_tokens:
+            return Holding(occupied=occupied)  # the engine read another prompt than was counted here
+        # The last token of an answer is never evaluated. Templates drop reasoning from history: not to be believed.
+        return Holding(tokens, 0 if trace.reasoned else max(figures.answer_tokens - 1, 0), occupied)
 
 
-def _holding(ask: Ask, tokens: Tokens | None, lease: Lease, trace: Trace) -> Holding | None:
-    """What the slot is left with, as far as it is certain."""
-    figures = trace.figures
-    if figures is None or trace.status != 200:
-        read = trace.first_byte is not None and trace.status == 200 and not ask.progress
-        # An answer that was cut off has begun: the prompt was read, of the rest nothing is certain.
-        return Holding(tokens, occupied=lease.cells) if read and tokens is not None else None
-    prompt_tokens = figures.cached_tokens + figures.read_tokens
-    occupied = prompt_tokens + figures.answer_tokens
-    if tokens is None or len(tokens) != prompt_tokens:
-        return Holding(occupied=occupied)  # the engine read another prompt than was counted here
-    # The last token of an answer is never evaluated. Templates drop reasoning from history: not to be believed.
-    return Holding(tokens, 0 if trace.reasoned else max(figures.answer_tokens - 1, 0), occupied)
-
-
-@contextmanager
-def _waiting(trace: Trace) -> Iterator[None]:
-    """Time spent in the queue."""
-    trace.step = "queue"
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        trace.queue_ms += 1000 * (time.perf_counter() - start)
-
-
-def _headers(trace: Trace, cost: HandoverFigures | None) -> list[tuple[str, str]]:
+def _headers(trace: Trace, route: Route, cost: HandoverFigures | None) -> list[tuple[str, str]]:
     """What the client is told about the way its request took."""
-    assert trace.route is not None
     headers = [
-        ("X-Splitproxy-Route", trace.route.kind.value),
-        ("X-Splitproxy-Reason", trace.route.reason.value),
+        ("X-Splitproxy-Route", route.kind.value),
+        ("X-Splitproxy-Reason", route.reason.value),
         ("X-Splitproxy-Engine", trace.engine),
     ]
     if trace.handover is not None and (failure := trace.handover.failure) is not None:
@@ -477,15 +343,6 @@ def _length(answer: Answer) -> int | None:
     return int(value) if value.isdigit() else None
 
 
-def _session_bytes(bytes_per_token: float, tokens: Tokens | None) -> int:
-    return int(bytes_per_token * len(tokens)) if tokens is not None else 0
-
-
-def _engine_is_idle(handover: Handover) -> bool:
+def _has_answered(handover: Handover) -> bool:
     """Whether the engine of a failed step has surely stopped working on its slot: it answered."""
     return handover.failure is not None and handover.failure.cause in (Cause.REFUSED, Cause.CORRUPT)
-
-
-def _decode_fault(error: EngineError) -> RequestError:
-    fault = Fault.DECODE_TIMEOUT if error.cause is Cause.TIMEOUT else Fault.DECODE_FAILED
-    return RequestError(fault, f"the decode engine failed: {error}")

@@ -17,7 +17,7 @@ from splitproxy.adapter import Deadlines, Engine
 from splitproxy.admission import Admission
 from splitproxy.errors import Cause, EngineError, RequestError
 from splitproxy.ledger import EMPTY, NOTHING, Holding, Lease, Ledger
-from splitproxy.model import EngineState, Identity, PairState, Role
+from splitproxy.model import DecodeView, EngineState, Identity, PairState, PrefillView, Role, Tokens
 from splitproxy.probe import Probe, Report, compare
 
 log = logging.getLogger(__name__)
@@ -138,6 +138,40 @@ class Fleet:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             if removed := await asyncio.to_thread(self._sweep):
                 log.warning("removed %d late session files", removed)
+
+    # -- views ---------------------------------------------------------------------------------------------------------
+
+    def views(self, tokens: Tokens | None) -> tuple[list[DecodeView], list[PrefillView]]:
+        """The engines as the router sees them for one prompt: those that can answer, and the pairs they are in."""
+        ledger = self._ledger
+        ready = ledger.ready(Role.DECODE)
+        decode = [
+            DecodeView(
+                engine=name,
+                held_tokens=0 if tokens is None else ledger.held(name, tokens),
+                context=ledger.context(name),
+                free_slots=ledger.count(name).free,
+            )
+            for name in ready
+        ]
+        prefill = [
+            PrefillView(
+                engine=source,
+                decode_engine=target,
+                up=pair.source.state is EngineState.READY,
+                pair=pair.state,
+                context=ledger.context(source),
+                waiting=self._admission.waiting_for(source) + ledger.count(source).busy,
+                room=ledger.has_room(self.session_bytes(source, target, tokens or NOTHING)),
+            )
+            for (source, target), pair in self.pairs.items()
+            if target in ready
+        ]
+        return decode, prefill
+
+    def session_bytes(self, source: str, target: str, tokens: Tokens) -> int:
+        """How large a pair's session file of a prompt will be, going by the last one."""
+        return int(self.pairs[source, target].bytes_per_token * len(tokens))
 
     # -- health --------------------------------------------------------------------------------------------------------
 
@@ -276,18 +310,13 @@ class Fleet:
             if write.engine != target.name:
                 return Report()
             await self.make_room(write)
-            assert read.slot is not None
-            assert write.slot is not None
-            report = await Probe(source, target, read.slot, write.slot, self._deadlines).run(tokens)
+            report = await Probe(source, target, read.number, write.number, self._deadlines).run(tokens)
             return report
         finally:
             # The probe erases both slots; after a failure nobody knows.
             clean = report is not None and report.passed
             for lease in (read, write):
-                if clean:
-                    self._admission.release(lease, EMPTY)
-                else:
-                    self.release_when_quiet(lease)
+                self.end(lease, quiet=clean, holding=EMPTY if clean else None)
 
     def judge(self, source: str, target: str, proven: bool, bytes_per_token: float) -> None:
         """A handover was judged by the engine's own figures. Three in vain, in a row, switch the pair off."""
@@ -311,11 +340,14 @@ class Fleet:
             with suppress(EngineError):
                 await self.engine(lease.engine).erase(slot, self._deadlines)
 
-    def release_when_quiet(self, lease: Lease, holding: Holding | None = None) -> None:
-        """Release a lease as soon as the engine has stopped working on its slot."""
-        self._own(self._quiet(lease, holding))
+    def end(self, lease: Lease, *, quiet: bool, holding: Holding | None = None) -> None:
+        """Release a lease: at once when its slot is `quiet`, else as soon as the engine has stopped working on it."""
+        if quiet:
+            self._admission.release(lease, holding)
+        else:
+            self._own(self._release_when_quiet(lease, holding))
 
-    async def _quiet(self, lease: Lease, holding: Holding | None) -> None:
+    async def _release_when_quiet(self, lease: Lease, holding: Holding | None) -> None:
         engine = self.engine(lease.engine)
         looks = itertools.chain(QUIET_LOOKS_S, itertools.repeat(QUIET_LOOKS_S[-1]))
         try:

@@ -43,6 +43,13 @@ class Lease:
     erase: tuple[int, ...] = ()  # idle slots to erase first, so that the request fits
     held: int = 0  # leading tokens of the prompt that the slot was believed to hold
 
+    @property
+    def number(self) -> int:
+        """The slot's number, for a lease of one slot."""
+        if self.slot is None:
+            raise ValueError("this lease is of a whole engine")
+        return self.slot
+
 
 @dataclass(slots=True)
 class _Slot:
