@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 MIB = 2**20
 RECENT_REQUESTS = 50
+REQUEST_ID = web.RequestKey("request_id", str)
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/metrics"})  # without a key: for probes and Prometheus
 
 
@@ -165,7 +166,7 @@ class _Front:
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            request["id"] = secrets.token_hex(8)
+            request[REQUEST_ID] = secrets.token_hex(8)
             try:
                 self._require_key(request)
                 return await handler(request)
@@ -198,7 +199,7 @@ class _Front:
         if self._proxy.stopping:
             raise RequestError(Fault.SHUTTING_DOWN, "the proxy is shutting down", retry_after_s=5)
         incoming = Incoming(
-            request_id=request["id"],
+            request_id=request[REQUEST_ID],
             method=request.method,
             target=request.rel_url.raw_path_qs,
             headers=tuple(request.headers.items()),
@@ -280,7 +281,7 @@ class _Sink:
 
     async def start(self, status: int, headers: Headers, length: int | None) -> None:
         merged = CIMultiDict(headers)
-        merged["X-Request-Id"] = self._request["id"]
+        merged["X-Request-Id"] = self._request[REQUEST_ID]
         merged["Server"] = "splitproxy"
         self.response = web.StreamResponse(status=status, headers=merged)
         if length is not None:
@@ -316,10 +317,10 @@ class _client_errors:  # noqa: N801 - reads as a statement
 
 def _error_response(request: web.Request, error: RequestError) -> web.Response:
     api = api_of(unquote(request.rel_url.raw_path))
-    headers = {"X-Request-Id": request["id"], "Server": "splitproxy"}
+    headers = {"X-Request-Id": request[REQUEST_ID], "Server": "splitproxy"}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    body = error_body(api, error.status, str(error), request["id"])
+    body = error_body(api, error.status, str(error), request[REQUEST_ID])
     return web.Response(status=error.status, body=body, headers=headers, content_type="application/json")
 
 
