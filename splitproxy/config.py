@@ -5,9 +5,9 @@
 
 import difflib
 import ipaddress
-import os
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from splitproxy.errors import ConfigError
 from splitproxy.model import Kind, Policy, Role
 
 ENV_PREFIX = "SPLITPROXY_"
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 
 def _refuse_bool(value: object) -> object:
@@ -165,18 +166,14 @@ def load(path: Path | None, env: Mapping[str, str], flags: Sequence[str] = ()) -
     if path is not None:
         tree = _read_file(path)
     for source, keys, text in (*_from_env(env), *_from_flags(flags, faults)):
-        value = text.split(",") if keys == ("api_keys",) else _literal(text)
+        value = [key.strip() for key in text.split(",")] if keys == ("api_keys",) else _literal(text)
         if _put(tree, keys, value):
             origin[keys] = source
         else:
             faults.append(f"{source}: {'.'.join(keys)} cannot be set: {keys[0]!r} is not a table")
     default = str(path) if path is not None else "configuration"
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        faults += [_sentence(e, origin, default) for e in error.errors(include_url=False)]
-        raise ConfigError(faults) from None
-    faults += [f"{default}: {fault}" for fault in _cross_faults(config)]
+    config, doubtful = _sound_part(tree, faults, lambda error: _sentence(error, origin, default))
+    faults += [f"{default}: {fault}" for fault in _cross_faults(config, env, doubtful)]
     if faults:
         raise ConfigError(faults)
     return _named(config)
@@ -223,8 +220,41 @@ def _put(tree: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
     return True
 
 
+def _sound_part(
+    tree: dict[str, Any], faults: list[str], sentence: Callable[[ErrorDetails], str]
+) -> tuple[Config, set[str]]:
+    """Note every fault and take it out of `tree`, so that what is left can be checked further.
+
+    Returns what is left, and the keys at the top that lost something.
+    """
+    doubtful: set[str] = set()
+    while True:
+        try:
+            return Config.model_validate(tree), doubtful
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+        # What is missing later on has been taken out before.
+        sentences = [sentence(error) for error in errors if not doubtful or error["type"] != "missing"]
+        faults += [text for text in sentences if text not in faults]
+        doubtful |= {str(error["loc"][0]) for error in errors}
+        _remove(tree, errors[-1])  # the last, so that the places of the others stay true
+
+
+def _remove(tree: Any, error: ErrorDetails) -> None:
+    """Take a faulty value out; a table that lacks a value goes as a whole."""
+    place = _place(error)
+    *above, last = place[:-1] if error["type"] == "missing" else place
+    for part in above:
+        tree = tree[part]
+    del tree[last]
+
+
+def _place(error: ErrorDetails) -> tuple[int | str, ...]:
+    return tuple(part for part in error["loc"] if part != "function-before[_refuse_bool(), int]")
+
+
 def _sentence(error: ErrorDetails, origin: Mapping[tuple[str, ...], str], default: str) -> str:
-    place = [part for part in error["loc"] if part != "function-before[_refuse_bool(), int]"]
+    place = _place(error)
     keys = tuple(str(part) for part in place)
     source = next((origin[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in origin), default)
     key = ".".join(keys)
@@ -236,7 +266,7 @@ def _sentence(error: ErrorDetails, origin: Mapping[tuple[str, ...], str], defaul
     if error["type"] == "missing":
         return f"{source}: {key} is missing"
     message = error["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    secret = keys[:1] == ("api_keys",) or (keys[-1:] == ("url",) and "password" in message)
+    secret = keys[:1] == ("api_keys",) or (keys[-1:] == ("url",) and "@" in str(error["input"]))
     if secret or isinstance(error["input"], dict | list):
         return f"{source}: {key}: {message}"
     return f"{source}: {key} = {error['input']!r}: {message}"
@@ -250,23 +280,27 @@ def _model_at(place: Sequence[int | str]) -> type[BaseModel]:
     return tables.get(str(place[0]), Config) if place else Config
 
 
-def _cross_faults(config: Config) -> Iterator[str]:
-    if not _is_loopback(config.host) and not config.api_keys and not config.insecure:
+def _cross_faults(config: Config, env: Mapping[str, str], doubtful: set[str]) -> Iterator[str]:
+    """Faults between keys. What `doubtful` keys lack may only have been taken out."""
+    open_to_all = not _is_loopback(config.host) and not config.api_keys and not config.insecure
+    if open_to_all and not doubtful & {"api_keys", "insecure"}:
         yield (
             f"listen = {config.listen!r} can be reached from other machines; "
             "set api_keys, or insecure = true if that is meant"
         )
-    if config.engines and not config.of_role(Role.DECODE):
+    if config.engines and not config.of_role(Role.DECODE) and "engines" not in doubtful:
         yield 'engines: none has role = "decode"; one must write the answers'
     for key in ("name", "url"):
         values = [value for engine in config.engines if (value := getattr(engine, key))]
         for value in sorted({v for v in values if values.count(v) > 1}):
             yield f"engines: {key} = {value!r} is given to more than one engine"
-    if not config.engines and config.launch is None:
+    if not config.engines and config.launch is None and not doubtful & {"engines", "launch"}:
         yield "engines: none is named; add one [[engines]] table for each engine, or [launch] for `splitproxy up`"
     for engine in config.engines:
-        if engine.api_key_env and engine.api_key_env not in os.environ:
-            yield f"engines: api_key_env = {engine.api_key_env!r}: there is no such environment variable"
+        if engine.api_key_env and engine.api_key_env not in env:
+            # Some write the key itself here, and it must not be shown.
+            name = repr(engine.api_key_env) if _VARIABLE.fullmatch(engine.api_key_env) else "..."
+            yield f"engines: api_key_env = {name}: there is no such environment variable"
 
 
 def _is_loopback(host: str) -> bool:

@@ -46,10 +46,13 @@ def show_running(console: Console, proxy: Proxy, address: str) -> None:
     console.print(_engines(proxy))
     console.print(_pairs(proxy))
     console.print(f"\nOpenAI base URL: [bold]{address}/v1[/]   status: {address}/splitproxy/status")
-    console.print("Try it:", highlight=False)
+    console.print("Try a prompt that is long enough to be handed over; its log line appears below:", highlight=False)
     key = ' -H "Authorization: Bearer $KEY"' if proxy.config.api_keys else ""
-    body = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
-    line = f"  curl -N {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    sentence = "The quick brown fox jumps over the lazy dog, number $(seq -s ' ' 1 {0}). What came before the dog?"
+    prompt = sentence.format(max(300, proxy.config.split.min_prompt_tokens // 3))
+    body = '{\\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"' + prompt
+    body += '\\"}], \\"max_tokens\\": 24, \\"stream\\": true}'
+    line = f'  curl -N {address}/v1/chat/completions{key} -H "Content-Type: application/json" -d "{body}"'
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

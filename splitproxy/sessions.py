@@ -26,7 +26,6 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - session files belong in RAM
 DEFAULT_DIR = SHARED_MEMORY / "splitproxy"
 MEMORY_NEEDED_BYTES = 6 * 1024**3
 _PREFIX, _SUFFIX = "splitproxy-", ".session"
-_LOCK = ".splitproxy.lock"
 
 
 def fresh_dir() -> Path:
@@ -52,7 +51,7 @@ class SessionStore:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._make_private()
-            self._lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._unlock()
@@ -117,7 +116,6 @@ class SessionStore:
         self._live.clear()
         self.sweep()
         if self._remove_at_close:
-            (self.folder / _LOCK).unlink(missing_ok=True)
             self.folder.rmdir()
         self._unlock()
 
