@@ -284,6 +284,8 @@ class _Request:
         one_piece = cost is not None and answer.media_type != MEDIA_TYPE
         headers = [*to_client(answer.headers), *_headers(trace, route, cost)]
         trace.status = answer.status
+        if answer.status >= 400:
+            trace.outcome = Outcome.ERROR
         await client.begin(answer.status, headers, length=_length(answer), one_piece=one_piece)
         async for chunk in answer.chunks():
             trace.chunk()

@@ -1,0 +1,269 @@
+"""The whole proxy between two fake engines and a client. This module owns their life inside a test, what a client reads
+out of an answer, and the books, which must be at zero when a test ends."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from splitproxy import fleet
+from splitproxy.app import Proxy, assembled, listening
+from splitproxy.config import Config
+from splitproxy.model import EngineState, PairState, RequestRecord
+from splitproxy.sessions import SessionStore
+from tests.fake_engine import FakeEngine
+from tests.fake_model import Weights, piece, render, tokenize
+
+Json = dict[str, Any]
+
+WAIT_S = 10.0
+FLOOR = 400  # min_prompt_tokens of these tests; a fake engine's token is a byte
+SPLIT: Json = {"min_prompt_tokens": FLOOR, "probe_tokens": 64}
+QUICK = {"HEALTH_INTERVAL_S": 0.05, "SWEEP_INTERVAL_S": 0.05, "PROBE_RETRY_S": 0.2}
+ANSWER_TOKENS = 12
+
+CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
+SPLITTABLE = (CHAT, COMPLETIONS, NATIVE)
+
+
+def words(count: int, seed: str = "") -> str:
+    """A text of this many bytes; another seed shares no beginning."""
+    return (f"{seed}. " + "The river runs past the garden and under the old bridge. " * (count // 50 + 1))[:count]
+
+
+def body(path: str, prompt: str, *, limit: int | None = ANSWER_TOKENS, **fields: Any) -> Json:
+    """A request of this API with `prompt` as its only text."""
+    asked: Json = {"prompt": prompt} if path not in CHATS else {"messages": [{"role": "user", "content": prompt}]}
+    if limit is not None:
+        asked["n_predict" if path in ("/completion", "/completions") else "max_tokens"] = limit
+    return {**asked, **fields}
+
+
+CHATS = frozenset({CHAT, "/chat/completions"})
+
+
+def prompt_ids(asked: Json) -> list[int]:
+    """The tokens that an engine reads for a request."""
+    prompt = asked.get("prompt")
+    if isinstance(prompt, list):
+        return prompt
+    return tokenize(prompt if prompt is not None else render(asked))
+
+
+def right_text(asked: Json, count: int = ANSWER_TOKENS, weights: int = 1) -> str:
+    """What an engine that read the whole prompt by itself says."""
+    model = Weights(weights)
+    answers = model.answers([model.word(token) for token in prompt_ids(asked)])
+    return b"".join(piece(next(answers).token) for _ in range(count)).decode()
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a client got: the pieces as they arrived, and when."""
+
+    status: int
+    headers: Mapping[str, str]
+    pieces: list[bytes] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def content(self) -> bytes:
+        return b"".join(self.pieces)
+
+    @property
+    def streamed(self) -> bool:
+        return self.headers.get("Content-Type", "").startswith("text/event-stream")
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def events(self) -> list[Json]:
+        """The events of a stream, or the body as the only one."""
+        if not self.streamed:
+            return [self.json]
+        parts = [line.removeprefix(b"data: ") for line in self.content.split(b"\n") if line.startswith(b"data: ")]
+        return [json.loads(part) for part in parts if part != b"[DONE]"]
+
+    @property
+    def text(self) -> str:
+        return "".join(_text(event) for event in self.events)
+
+    @property
+    def error(self) -> Json | None:
+        found: Json | None = self.events[-1].get("error") if self.content else None
+        return found
+
+    @property
+    def timings(self) -> Json:
+        return self.last("timings")
+
+    def last(self, key: str) -> Json:
+        """The latest event's object of this name."""
+        found: Json = next(event[key] for event in reversed(self.events) if key in event)
+        return found
+
+    @property
+    def way(self) -> tuple[str, str]:
+        """Route and reason, as the headers tell them."""
+        return self.headers["X-Splitproxy-Route"], self.headers["X-Splitproxy-Reason"]
+
+
+def _text(event: Mapping[str, Any]) -> str:
+    if "content" in event:
+        return str(event["content"])
+    choice = (event.get("choices") or [{}])[0]
+    message = choice.get("delta") or choice.get("message") or {}
+    return str(message.get("content") or choice.get("text") or "")
+
+
+@dataclass(slots=True)
+class Running:
+    """A proxy that serves, the engines behind it, and a client in front of it."""
+
+    url: str
+    proxy: Proxy
+    http: aiohttp.ClientSession
+    prefill: FakeEngine | None
+    decode: FakeEngine
+
+    @property
+    def engines(self) -> list[FakeEngine]:
+        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
+
+    @property
+    def folder(self) -> Path:
+        return self.proxy.store.folder
+
+    @property
+    def host(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    async def ask(self, path: str, asked: Json | bytes, **headers: str) -> Reply:
+        """The whole answer to a POST."""
+        data = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+        sent = {"Content-Type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
+        async with asyncio.timeout(WAIT_S), self.http.post(self.url + path, data=data, headers=sent) as answer:
+            reply = Reply(answer.status, answer.headers)
+            async for piece in answer.content.iter_any():
+                reply.pieces.append(piece)
+                reply.times.append(asyncio.get_running_loop().time())
+            return reply
+
+    async def long(self, path: str = CHAT, seed: str = "long", **fields: Any) -> Reply:
+        """The answer to a prompt that is worth moving."""
+        return await self.ask(path, body(path, words(3 * FLOOR, seed), **fields))
+
+    async def get(self, path: str, method: str = "GET", **headers: str) -> Reply:
+        sent = {name.replace("_", "-"): text for name, text in headers.items()}
+        async with asyncio.timeout(WAIT_S), self.http.request(method, self.url + path, headers=sent) as answer:
+            return Reply(answer.status, answer.headers, [await answer.read()])
+
+    async def record(self, count: int = 1) -> RequestRecord:
+        """The latest record, once this many requests have ended."""
+        await until(lambda: len(self.proxy.recent) >= count)
+        return self.proxy.recent[-1]
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The value of a metric; 0 where it was never counted."""
+        value: float | None = self.proxy.metrics.registry.get_sample_value(name, labels)
+        return value or 0.0
+
+    def pair(self) -> tuple[PairState, str]:
+        found = self.proxy.fleet.pairs["reader", "writer"]
+        return found.state, found.fault
+
+    async def proven(self) -> None:
+        await until(lambda: self.pair()[0] is PairState.PROVEN)
+
+    def state(self, name: str) -> EngineState:
+        return self.proxy.fleet.members[name].state
+
+    def files(self) -> list[str]:
+        """The session files that lie in the folder."""
+        return [path.name for path in self.folder.iterdir() if path.suffix == ".session"]
+
+    def open_books(self) -> Json:
+        """All that is not at zero."""
+        proxy = self.proxy
+        watchers = (
+            1 + len(proxy.fleet.members) + (len(proxy.fleet.pairs) if proxy.config.split.policy != "never" else 0)
+        )
+        books = {
+            "leases": proxy.ledger.busy(),
+            "waiting": proxy.admission.waiting,
+            "session bytes": proxy.ledger.session_bytes,
+            "session files": self.files(),
+            "fleet tasks": len(proxy.fleet._tasks) - watchers,
+            "busy slots": [engine.busy() for engine in self.engines if engine.busy() and not engine.dead],
+            "violations": [engine.violations for engine in self.engines if engine.violations],
+        }
+        return {name: value for name, value in books.items() if value}
+
+    async def settled(self, timeout_s: float = WAIT_S) -> None:
+        """Wait until the books are at zero, and prove it."""
+        try:
+            await until(lambda: not self.open_books(), timeout_s)
+        except TimeoutError:
+            assert self.open_books() == {}  # shows which is not
+
+    async def at_work(self, engine: FakeEngine, step: str) -> None:
+        """Wait until this engine works on a call of this stage."""
+        await until(lambda: any(call.finished is None for call in engine.sent(step)))
+
+
+async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+    """Wait for a condition of this process."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for is any expression over the proxy's state
+            await asyncio.sleep(0.002)
+
+
+def configured(prefill: str | None, decode: str, folder: Path, changes: Mapping[str, Any]) -> Config:
+    """The configuration of a proxy in front of these addresses."""
+    engines = [{"name": "writer", "role": "decode", "url": decode}]
+    if prefill is not None:
+        engines.insert(0, {"name": "reader", "role": "prefill", "url": prefill})
+    split = {**SPLIT, "dir": str(folder), **changes.get("split", {})}
+    base = {"listen": "127.0.0.1:0", "drain_s": 1, "engines": engines}
+    return Config.model_validate({**base, **changes, "split": split})
+
+
+@asynccontextmanager
+async def proxy(
+    prefill: FakeEngine | None, decode: FakeEngine, *, judged: bool = True, settles: bool = True, **changes: Any
+) -> AsyncIterator[Running]:
+    """The proxy in front of two engines. `changes` are keys of the configuration; tables are merged.
+
+    With `judged` the first self-test is waited for. With `settles` the books must be at zero at the end.
+    """
+    assert decode.slot_dir is not None
+    config = configured(prefill.url if prefill else None, decode.url, decode.slot_dir, changes)
+    with pytest.MonkeyPatch.context() as patch, SessionStore(decode.slot_dir) as store:
+        for name, value in QUICK.items():
+            patch.setattr(fleet, name, value)
+        # Every request comes on a connection of its own: one that is cut must not cost the next.
+        connector = aiohttp.TCPConnector(force_close=True, limit=0)
+        async with (
+            assembled(config, store) as assembly,
+            listening(assembly) as url,
+            aiohttp.ClientSession(connector=connector, auto_decompress=False) as http,
+        ):
+            running = Running(url, assembly, http, prefill, decode)
+            if judged:
+                async with asyncio.timeout(WAIT_S):
+                    await assembly.fleet.first_verdicts()
+                await until(lambda: not running.open_books())
+                for engine in running.engines:
+                    engine.forget_calls()
+            yield running
+            if settles:
+                await running.settled()
