@@ -18,7 +18,7 @@ from splitproxy.admission import Admission
 from splitproxy.errors import Cause, EngineError, RequestError
 from splitproxy.ledger import EMPTY, NOTHING, Holding, Lease, Ledger
 from splitproxy.model import DecodeView, EngineState, Identity, PairState, PrefillView, Role, Tokens
-from splitproxy.probe import Probe, Report, compare
+from splitproxy.probe import SAME_MODEL, Probe, Report, compare
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class Fleet:
         assert source.identity is not None
         assert target.identity is not None
         if differences := compare(source.identity, target.identity):
-            self._fail(pair, name, "; ".join(differences), [])
+            self._fail(pair, name, "; ".join(differences), [SAME_MODEL])
             return
         try:
             report = await self._probe(source.engine, target.engine)
