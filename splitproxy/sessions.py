@@ -91,9 +91,11 @@ class SessionStore:
 
     async def remove(self, name: str) -> None:
         """Remove a file if it is there. A failure is logged; the next sweep tries again."""
-        self._live.discard(name)
-        # Freeing gigabytes of shared memory takes a while.
-        await asyncio.to_thread(self._unlink, self.folder / name)
+        try:
+            # Freeing gigabytes of shared memory takes a while; until then it is no stray file.
+            await asyncio.to_thread(self._unlink, self.folder / name)
+        finally:
+            self._live.discard(name)
 
     def sweep(self) -> int:
         """Remove every session file that no ticket stands for, such as one written after its deadline."""
