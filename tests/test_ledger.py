@@ -1,0 +1,420 @@
+"""The books: claims, the choice of a slot, the pool of cells, restarts, and session bytes in flight."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from splitproxy.ledger import EMPTY, NOTHING, Holding, Lease, Ledger, SlotCount
+from splitproxy.model import Role, Tokens
+
+CONTEXT = 1000
+
+
+def ids(*runs: tuple[int, int]) -> Tokens:
+    """Tokens of runs: (7, 3) is 7 7 7."""
+    return Tokens([token for token, count in runs for _ in range(count)])
+
+
+A, B, C = ids((1, 100)), ids((2, 100)), ids((3, 100))
+
+
+def opened(slots: int = 3, context: int = CONTEXT) -> Ledger:
+    ledger = Ledger(10_000)
+    ledger.open("w", Role.DECODE, slots, context)
+    return ledger
+
+
+def claim(ledger: Ledger, tokens: Tokens, growth: int = 0) -> Lease:
+    lease = ledger.claim("w", tokens, len(tokens), growth)
+    assert lease is not None
+    return lease
+
+
+def left_with(ledger: Ledger, *prompts: Tokens) -> None:
+    """Let each prompt have a slot of its own, and leave it there."""
+    leases = [claim(ledger, tokens) for tokens in prompts]
+    for lease, tokens in zip(leases, prompts, strict=True):
+        ledger.release(lease, Holding(tokens, occupied=len(tokens)))
+
+
+# --- holdings
+
+
+@pytest.mark.parametrize(
+    ("holding", "prompt", "prefix"),
+    [
+        (Holding(A), A, 100),
+        (Holding(A), ids((1, 60), (9, 9)), 60),
+        (Holding(A), B, 0),
+        (Holding(A, believed=20), ids((1, 100), (5, 50)), 120),
+        (Holding(A, believed=20), ids((1, 100), (5, 5)), 105),
+        (Holding(A, believed=20), ids((1, 99), (5, 50)), 99),
+        (Holding(NOTHING, believed=20), A, 0),
+        (EMPTY, A, 0),
+    ],
+)
+def test_what_a_slot_holds_of_a_prompt(holding: Holding, prompt: Tokens, prefix: int) -> None:
+    """An answer whose ids were not seen counts only where the prompt continues all that was before it."""
+    assert holding.prefix(prompt) == prefix
+
+
+# --- claims
+
+
+def test_each_claim_gets_a_slot_of_its_own_until_none_is_left() -> None:
+    """A slot has one lease at a time, and a claim that cannot be met fails at once."""
+    ledger = opened(slots=2)
+    first, second = claim(ledger, A), claim(ledger, B)
+    assert {first.number, second.number} == {0, 1}
+    assert ledger.claim("w", C, 100, 0) is None
+    assert ledger.busy() == 2
+    ledger.release(first)
+    assert claim(ledger, C).number == first.number
+
+
+def test_an_engine_that_is_not_there_gives_no_slot() -> None:
+    """Unknown and closed engines have no slots, hold nothing and count nothing."""
+    ledger = opened()
+    ledger.close("w")
+    ledger.close("w")
+    for name in ("w", "unheard of"):
+        assert ledger.claim(name, A, 100, 0) is None
+        assert ledger.claim_engine(name) is None
+        assert (ledger.held(name, A), ledger.context(name), ledger.is_ready(name)) == (0, 0, False)
+        assert ledger.count(name) == SlotCount(0, 0, 0)
+
+
+def test_a_lease_is_released_once() -> None:
+    """Releasing twice is a mistake that shows, and does not free the slot under another's lease."""
+    ledger = opened(slots=1)
+    first = claim(ledger, A)
+    ledger.release(first)
+    with pytest.raises(ValueError, match="not held by this lease"):
+        ledger.release(first)
+    second = claim(ledger, B)
+    with pytest.raises(ValueError, match="not held by this lease"):
+        ledger.release(first)
+    assert ledger.busy() == 1
+    ledger.release(second)
+
+
+def test_a_lease_that_ends_badly_leaves_nothing() -> None:
+    """Without a holding the slot is believed to hold no token, and to fill what was reserved."""
+    ledger = opened(slots=1)
+    left_with(ledger, A)
+    assert ledger.held("w", A) == 100
+    lease = claim(ledger, A, growth=50)
+    assert lease.held == 100
+    assert ledger.held("w", A) == 0
+    ledger.release(lease)
+    assert ledger.held("w", A) == 0
+    assert ledger.count("w") == SlotCount(free=1, busy=0, holding=1)
+    other = ledger.claim("w", NOTHING, CONTEXT - 1, 0)
+    assert other is not None
+
+
+def test_engines_are_listed_by_role_in_order() -> None:
+    """`ready` names the engines of a role as they came; a restart puts an engine where it was."""
+    ledger = opened()
+    ledger.open("r", Role.PREFILL, 1, 500)
+    ledger.open("v", Role.DECODE, 1, 400)
+    ledger.open("w", Role.DECODE, 1, 300)
+    assert ledger.ready(Role.DECODE) == ["w", "v"]
+    assert ledger.ready(Role.PREFILL) == ["r"]
+    assert (ledger.context("w"), ledger.context("r")) == (300, 500)
+
+
+def test_a_lease_of_a_whole_engine_names_no_slot() -> None:
+    """Asking such a lease for its slot's number is an error, not slot 0."""
+    lease = opened().claim_engine("w")
+    assert lease is not None
+    with pytest.raises(ValueError, match="whole engine"):
+        _ = lease.number
+
+
+# --- the choice of a slot
+
+
+@pytest.mark.parametrize(
+    ("held", "prompt", "slot"),
+    [
+        ([A, B], ids((1, 150)), 0),
+        ([A, B], ids((2, 150)), 1),
+        ([A, B], C, 2),
+        ([A, B, C], ids((9, 10)), 0),
+        ([A, B], ids((1, 50), (9, 50)), 0),
+        ([A, B], ids((1, 49), (9, 50)), 2),
+        ([A, B, C], ids((2, 20), (9, 50)), 1),
+        ([ids((1, 100)), ids((1, 150))], ids((1, 200)), 1),
+        ([ids((1, 100)), ids((1, 150), (2, 160))], ids((1, 200)), 0),
+    ],
+    ids=[
+        "the one it continues",
+        "the one it continues, again",
+        "an empty one",
+        "the oldest",
+        "half of what is held is a continuation",
+        "less than half goes to an empty one",
+        "less than half, none empty: what saves most",
+        "the longest of two",
+        "never one that it would cut to less than half",
+    ],
+)
+def test_the_slot_whose_use_costs_least(held: list[Tokens], prompt: Tokens, slot: int) -> None:
+    """A prompt goes where it continues, else where nothing is, else where the loss is oldest."""
+    ledger = opened(slots=3)
+    left_with(ledger, *held)
+    expected = ledger.held("w", prompt)
+    lease = claim(ledger, prompt)
+    assert lease.number == slot
+    assert lease.held == expected
+
+
+def test_busy_slots_are_not_chosen() -> None:
+    """A conversation's second request takes another slot while the first runs."""
+    ledger = opened(slots=2)
+    left_with(ledger, A)
+    first, second = claim(ledger, A), claim(ledger, A)
+    assert (first.held, second.held) == (100, 0)
+    assert first.number != second.number
+
+
+def test_held_while_all_are_busy_looks_at_all() -> None:
+    """With no free slot the look is at the slots as they stand, of which a busy one holds nothing certain."""
+    ledger = opened(slots=1)
+    left_with(ledger, A)
+    claim(ledger, A)
+    assert ledger.held("w", A) == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_ids_are_needed_only_where_they_choose(slots: int) -> None:
+    """Ids change nothing while no slot holds anything, or when there is but one."""
+    ledger = opened(slots=slots)
+    assert ledger.indifferent()
+    lease = claim(ledger, A)
+    assert ledger.indifferent() == (slots == 1)
+    ledger.release(lease, Holding(A, occupied=100))
+    assert ledger.indifferent() == (slots == 1)
+    ledger.open("r", Role.PREFILL, 4, CONTEXT)
+    assert ledger.indifferent() == (slots == 1)
+
+
+# --- the pool of cells
+
+
+def test_idle_slots_are_erased_oldest_first_and_no_more_than_needed() -> None:
+    """A claim that does not fit beside idle conversations names those to erase, and takes them off the books."""
+    ledger = opened(slots=4)
+    for token in (1, 2, 3):
+        left_with(ledger, ids((token, 200)))
+    lease = ledger.claim("w", ids((9, 500)), 500, 100)
+    assert lease is not None
+    assert (lease.number, lease.erase, lease.cells) == (3, (0,), 600)
+    assert ledger.held("w", ids((1, 200))) == 0
+    assert ledger.held("w", ids((2, 200))) == 200
+
+
+def test_what_runs_is_never_erased() -> None:
+    """Cells reserved by running requests are theirs; a claim that needs them waits."""
+    ledger = opened(slots=3)
+    running = claim(ledger, A, growth=500)
+    assert ledger.claim("w", B, 100, 301) is None
+    assert ledger.held("w", B) == 0
+    fits = claim(ledger, B, growth=300)
+    assert fits.erase == ()
+    ledger.release(running)
+
+
+def test_a_claim_that_fails_changes_nothing() -> None:
+    """Nothing is erased from the books for a request that has to wait all the same."""
+    ledger = opened(slots=3)
+    left_with(ledger, ids((1, 200)))
+    running = claim(ledger, B, growth=500)
+    assert ledger.claim("w", C, 100, 400) is None
+    assert ledger.held("w", ids((1, 200))) == 200
+    ledger.release(running)
+
+
+def test_growth_beyond_the_context_is_no_reason_to_wait() -> None:
+    """A request for more than the context can have the whole of it."""
+    lease = opened().claim("w", A, 100, 10**9)
+    assert lease is not None
+    assert lease.cells == CONTEXT
+
+
+@pytest.mark.parametrize("prompt_tokens", [CONTEXT, 10 * CONTEXT])
+def test_a_prompt_that_never_fits_is_let_through(prompt_tokens: int) -> None:
+    """The engine refuses it in its own words; it does not wait for room that will never be."""
+    ledger = opened(slots=2)
+    claim(ledger, A, growth=900)
+    lease = ledger.claim("w", B, prompt_tokens, 100)
+    assert lease is not None
+    assert (lease.cells, lease.erase) == (0, ())
+
+
+# --- the whole engine
+
+
+def test_a_whole_engine_is_claimed_only_when_it_is_quiet() -> None:
+    """All slots or none; while it lasts no slot can be had, and nothing of before is believed after it."""
+    ledger = opened(slots=2)
+    left_with(ledger, A)
+    slot = claim(ledger, B)
+    assert ledger.claim_engine("w") is None
+    ledger.release(slot)
+    whole = ledger.claim_engine("w")
+    assert whole is not None
+    assert whole.slot is None
+    assert ledger.claim("w", A, 100, 0) is None
+    assert ledger.claim_engine("w") is None
+    assert (ledger.busy(), ledger.count("w")) == (1, SlotCount(free=0, busy=2, holding=0))
+    ledger.release(whole)
+    assert ledger.busy() == 0
+    assert ledger.held("w", A) == 0
+    assert ledger.count("w") == SlotCount(free=2, busy=0, holding=2)
+
+
+# --- restarts
+
+
+def test_a_lease_from_before_a_restart_does_nothing() -> None:
+    """Its release frees no slot of the new engine and leaves nothing on its books."""
+    ledger = opened(slots=1)
+    old = claim(ledger, A)
+    ledger.open("w", Role.DECODE, 1, CONTEXT)
+    assert not ledger.is_current(old)
+    new = claim(ledger, B)
+    ledger.release(old, Holding(A, occupied=100))
+    assert ledger.is_current(new)
+    assert ledger.busy() == 1
+    ledger.release(new)
+    assert ledger.held("w", A) == 0
+
+
+def test_an_old_lease_of_a_whole_engine_does_nothing() -> None:
+    """Nor does one of all slots."""
+    ledger = opened(slots=2)
+    old = ledger.claim_engine("w")
+    assert old is not None
+    ledger.close("w")
+    ledger.release(old)
+    ledger.open("w", Role.DECODE, 2, CONTEXT)
+    ledger.release(old)
+    assert ledger.count("w") == SlotCount(free=2, busy=0, holding=0)
+
+
+def test_a_restart_forgets_what_was_held() -> None:
+    """An engine that comes up holds nothing, and has the slots that it now says it has."""
+    ledger = opened(slots=1)
+    left_with(ledger, A)
+    ledger.open("w", Role.DECODE, 2, 50)
+    assert ledger.held("w", A) == 0
+    assert ledger.count("w") == SlotCount(free=2, busy=0, holding=0)
+
+
+# --- session files
+
+
+def test_session_bytes_are_counted_while_reserved() -> None:
+    """Files in flight share one limit, and room comes back once, at the latest with the context's end."""
+    ledger = Ledger(100)
+    assert ledger.has_room(100)
+    assert not ledger.has_room(101)
+    with ledger.reserve(60) as first:
+        assert ledger.session_bytes == 60
+        assert ledger.has_room(40)
+        assert not ledger.has_room(41)
+        first.release()
+        assert ledger.session_bytes == 0
+    assert ledger.session_bytes == 0
+    with pytest.raises(KeyError), ledger.reserve(70):
+        raise KeyError
+    assert ledger.session_bytes == 0
+
+
+# --- anything in any order
+
+PROMPTS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 400)), min_size=1, max_size=2).map(lambda r: ids(*r))
+ENGINES = st.sampled_from(["w", "v"])
+
+
+class Books(RuleBasedStateMachine):
+    """Requests come, go and fail, and engines restart, in any order."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(1000)
+        self.out: list[Lease] = []
+        for name in ("w", "v"):
+            self.ledger.open(name, Role.DECODE, 3, CONTEXT)
+
+    @rule(target=leases, engine=ENGINES, tokens=PROMPTS, growth=st.integers(0, 1200))
+    def claim(self, engine: str, tokens: Tokens, growth: int) -> Lease | None:
+        promised = self.ledger.held(engine, tokens)
+        any_free = self.ledger.count(engine).free > 0
+        reserved = sum(other.cells for other in self.current(engine))
+        lease = self.ledger.claim(engine, tokens, len(tokens), growth)
+        if lease is None:
+            assert not any_free or reserved + min(len(tokens) + growth, CONTEXT) > CONTEXT, "it waits for no reason"
+            return None
+        assert all(other.number != lease.number for other in self.current(engine)), "leased twice"
+        assert lease.number not in lease.erase
+        assert not {other.number for other in self.current(engine)} & set(lease.erase), "a running slot is erased"
+        assert lease.held == promised
+        self.out.append(lease)
+        return lease
+
+    @rule(target=leases, engine=ENGINES)
+    def claim_engine(self, engine: str) -> Lease | None:
+        quiet = not self.current(engine)
+        lease = self.ledger.claim_engine(engine)
+        assert (lease is not None) == (quiet and self.ledger.is_ready(engine))
+        if lease is not None:
+            self.out.append(lease)
+        return lease
+
+    @rule(lease=consumes(leases), tokens=PROMPTS, fill=st.floats(0, 1), well=st.booleans())
+    def release(self, lease: Lease | None, tokens: Tokens, fill: float, well: bool) -> None:
+        if lease is None:
+            return
+        occupied = int(lease.cells * fill)
+        self.ledger.release(lease, Holding(tokens.head(occupied), occupied=occupied) if well else None)
+        self.out.remove(lease)
+
+    @rule(engine=ENGINES)
+    def restart(self, engine: str) -> None:
+        self.ledger.open(engine, Role.DECODE, 3, CONTEXT)
+        assert self.ledger.count(engine) == SlotCount(free=3, busy=0, holding=0)
+
+    @rule(engine=ENGINES)
+    def close(self, engine: str) -> None:
+        self.ledger.close(engine)
+
+    def current(self, engine: str) -> list[Lease]:
+        return [lease for lease in self.out if lease.engine == engine and self.ledger.is_current(lease)]
+
+    @invariant()
+    def every_current_lease_is_counted_and_no_other(self) -> None:
+        assert self.ledger.busy() == len(self.current("w")) + len(self.current("v"))
+
+    @invariant()
+    def the_pool_is_never_overdrawn(self) -> None:
+        for books in self.ledger._engines.values():
+            assert sum(slot.cells for slot in books.slots) <= books.context
+
+    def teardown(self) -> None:
+        for lease in self.out:
+            self.ledger.release(lease)
+        assert self.ledger.busy() == 0
+        for name in ("w", "v"):
+            count = self.ledger.count(name)
+            assert count.busy == 0
+            assert count.free == (3 if self.ledger.is_ready(name) else 0)
+
+
+Books.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestBooks = Books.TestCase
