@@ -1,10 +1,13 @@
 """The one queue in front of the engines: who gets the next lease, and how long anybody waits for it.
 
-It wakes waiters in the order in which they came, passing over one only where the engine that it waits for cannot take
-it yet. No lock is held and no engine is called here.
+Clients take turns; within one client it is first come, first served. A waiter is passed over only where the engines
+that it waits for cannot take it yet. No lock is held and no engine is called here.
 """
 
 import asyncio
+import bisect
+import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,16 +18,38 @@ from splitproxy.model import Role
 RETRY_AFTER_S = 5
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Turn:
+    """A request's place in the order of all: `round` is when its client is due, `arrival` breaks ties."""
+
+    round: int
+    arrival: int
+    client: str = field(compare=False, default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that waits, for the status page."""
+
+    position: int
+    role: Role
+    engine: str | None
+    waiting_s: float
+
+
 @dataclass(slots=True, eq=False)
 class _Waiter:
+    turn: Turn
     role: Role
     engine: str | None  # None: any engine of the role
+    bound: bool
     claim: Callable[[str], Lease | None]
-    turn: asyncio.Future[Lease] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    since: float = field(default_factory=time.monotonic)
+    lease: asyncio.Future[Lease] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Admission:
-    """Hands out leases, first come first served.
+    """Hands out leases, fairly between clients.
 
     `limit` bounds the requests that wait. A claim is a plain function: engine name in, lease or None out.
     """
@@ -33,6 +58,9 @@ class Admission:
         self._ledger = ledger
         self._limit = limit
         self._waiters: list[_Waiter] = []
+        self._arrivals = itertools.count()
+        self._round = 0  # of the request that was let in last
+        self._due: dict[str, int] = {}  # the next round of clients that are ahead of it
         self.rejected = 0  # requests turned away, ever
 
     @property
@@ -43,23 +71,45 @@ class Admission:
         """Requests that wait for this very engine."""
         return sum(waiter.engine == engine for waiter in self._waiters)
 
+    def line(self) -> list[Waiting]:
+        """Everybody who waits, first in line first."""
+        now = time.monotonic()
+        return [
+            Waiting(place, waiter.role, waiter.engine, now - waiter.since)
+            for place, waiter in enumerate(self._waiters, start=1)
+        ]
+
+    def turn(self, client: str) -> Turn:
+        """The place in line of a request that comes now. A client with many requests gets every client's share."""
+        due = max(self._round, self._due.get(client, 0))
+        self._due[client] = due + 1
+        return Turn(due, next(self._arrivals), client)
+
     async def acquire(
-        self, role: Role, engine: str | None, claim: Callable[[str], Lease | None], deadline: float
+        self,
+        role: Role,
+        engine: str | None,
+        claim: Callable[[str], Lease | None],
+        deadline: float,
+        *,
+        turn: Turn | None = None,
+        bound: bool = True,
     ) -> Lease:
         """Wait for a lease until the loop's clock reads `deadline`.
 
-        With an engine named, that one is preferred; should it be gone, any other of its role will do for a decode
-        engine. Raises RequestError when the queue is full, the deadline passes, or no engine is left.
+        `engine` is tried first. With `bound` no other is tried while it is up; should it be gone, any other of its role
+        will do for a decode engine. Raises RequestError when the queue is full, the deadline passes, or no engine is
+        left.
         """
-        waiter = _Waiter(role, engine, claim)
-        self._waiters.append(waiter)
+        waiter = _Waiter(turn or self.turn(""), role, engine, bound, claim)
+        bisect.insort(self._waiters, waiter, key=lambda w: w.turn)
         self.pump()
-        if not waiter.turn.done() and len(self._waiters) > self._limit:
+        if not waiter.lease.done() and len(self._waiters) > self._limit:
             self._withdraw(waiter)
             raise self._turned_away(Fault.QUEUE_FULL, "too many requests are waiting")
         try:
             async with asyncio.timeout_at(deadline):
-                return await waiter.turn
+                return await waiter.lease
         except TimeoutError:
             self._withdraw(waiter)
             raise self._turned_away(Fault.QUEUE_TIMEOUT, "no engine slot became free in time") from None
@@ -75,8 +125,8 @@ class Admission:
         """The waiter is gone. A lease that came in the same moment goes to the next."""
         if waiter in self._waiters:
             self._waiters.remove(waiter)
-        elif not waiter.turn.cancelled() and waiter.turn.done() and waiter.turn.exception() is None:
-            self.release(waiter.turn.result())
+        elif not waiter.lease.cancelled() and waiter.lease.done() and waiter.lease.exception() is None:
+            self.release(waiter.lease.result())
         self.pump()
 
     def release(self, lease: Lease, holding: Holding | None = None) -> None:
@@ -88,24 +138,31 @@ class Admission:
         """Give every waiter its turn that can have it now. To be called whenever the books have changed."""
         blocked: set[str] = set()
         for waiter in list(self._waiters):
-            if waiter.turn.done():
+            if waiter.lease.done():
                 continue  # cancelled a moment ago; it withdraws by itself
             engines = self._engines(waiter)
             if not engines:
                 self._waiters.remove(waiter)
                 message = f"no {waiter.role} engine is ready"
-                waiter.turn.set_exception(RequestError(Fault.NO_DECODE_ENGINE, message, retry_after_s=RETRY_AFTER_S))
+                waiter.lease.set_exception(RequestError(Fault.NO_DECODE_ENGINE, message, retry_after_s=RETRY_AFTER_S))
                 continue
             open_ones = (engine for engine in engines if engine not in blocked)
             lease = next((lease for engine in open_ones if (lease := waiter.claim(engine)) is not None), None)
             if lease is None:
                 blocked.update(engines)
             else:
-                self._waiters.remove(waiter)
-                waiter.turn.set_result(lease)
+                self._let_in(waiter, lease)
+
+    def _let_in(self, waiter: _Waiter, lease: Lease) -> None:
+        self._waiters.remove(waiter)
+        self._round = max(self._round, waiter.turn.round)
+        if not self._waiters:
+            self._due = {client: due for client, due in self._due.items() if due > self._round}
+        waiter.lease.set_result(lease)
 
     def _engines(self, waiter: _Waiter) -> list[str]:
         ready = self._ledger.ready(waiter.role)
         if waiter.engine in ready:
-            return [waiter.engine]
+            others = [] if waiter.bound else [name for name in ready if name != waiter.engine]
+            return [waiter.engine, *others]
         return [] if waiter.role is Role.PREFILL else ready

@@ -135,8 +135,8 @@ class Handover:
 
     def fail(self, error: EngineError) -> bool:
         """A step has failed: note where and how. Returns False, as the step does."""
-        self.failure = Failure(error.step.value, error.cause.value)
         self._move(Event.FAIL)
+        self.failure = Failure(error.step.value, error.cause.value)
         log.debug("handover failed at %s (%s): %s", error.step, error.cause, error)
         return False
 

@@ -39,7 +39,7 @@ class Lease:
     engine: str
     slot: int | None
     epoch: int
-    cells: int  # of the KV pool, reserved for this request
+    cells: int  # of the KV pool, reserved for this request at first
     erase: tuple[int, ...] = ()  # idle slots to erase first, so that the request fits
     held: int = 0  # leading tokens of the prompt that the slot was believed to hold
 
@@ -56,12 +56,13 @@ class _Slot:
     number: int
     lease: Lease | None = None
     holding: Holding = EMPTY
+    reserved: int = 0  # cells of the pool for the request that has the lease
     used: int = 0  # the ledger's own clock at the last release
 
     @property
     def cells(self) -> int:
         """Cells of the pool that this slot may fill."""
-        return self.lease.cells if self.lease is not None else self.holding.occupied
+        return self.reserved if self.lease is not None else self.holding.occupied
 
 
 @dataclass(slots=True)
@@ -74,6 +75,21 @@ class _Engine:
 
     def free(self) -> list[_Slot]:
         return [] if self.everything else [slot for slot in self.slots if slot.lease is None]
+
+    def make_room(self, slot: _Slot, cells: int) -> tuple[int, ...] | None:
+        """The idle slots to erase, oldest first, so that `slot` may fill `cells` of the pool; None if they are few."""
+        spare = self.context - sum(other.cells for other in self.slots if other is not slot)
+        erase: list[_Slot] = []
+        for idle in sorted((s for s in self.free() if s is not slot and s.cells), key=lambda s: s.used):
+            if spare >= cells:
+                break
+            spare += idle.cells
+            erase.append(idle)
+        if spare < cells:
+            return None
+        for idle in erase:
+            idle.holding = EMPTY
+        return tuple(idle.number for idle in erase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,20 +181,25 @@ class Ledger:
             return None
         slot = _choose(free, tokens)
         cells = min(prompt_tokens + growth, books.context) if prompt_tokens < books.context else slot.cells
-        spare = books.context - sum(other.cells for other in books.slots if other is not slot)
-        erase: list[int] = []
-        for idle in sorted((s for s in free if s is not slot and s.cells), key=lambda s: s.used):
-            if spare >= cells:
-                break
-            spare += idle.cells
-            erase.append(idle.number)
-        if spare < cells:
+        if (erase := books.make_room(slot, cells)) is None:
             return None
-        for number in erase:
-            books.slots[number].holding = EMPTY
-        slot.lease = Lease(engine, slot.number, books.epoch, cells, tuple(erase), slot.holding.prefix(tokens))
+        slot.lease = Lease(engine, slot.number, books.epoch, cells, erase, slot.holding.prefix(tokens))
+        slot.reserved = cells
         slot.holding = EMPTY  # until the request has ended well
         return slot.lease
+
+    def grow(self, lease: Lease, cells: int) -> tuple[int, ...] | None:
+        """An answer needs more cells than were reserved: the idle slots to erase for it; None if there is no room."""
+        if lease.slot is None or not self.is_current(lease):
+            return ()
+        books = self._engines[lease.engine]
+        slot = books.slots[lease.slot]
+        wanted = min(cells, books.context)
+        if wanted <= slot.reserved:
+            return ()
+        if (erase := books.make_room(slot, wanted)) is not None:
+            slot.reserved = wanted
+        return erase
 
     def claim_engine(self, engine: str) -> Lease | None:
         """Claim all slots at once, for a request that chooses its slot itself; what they held is forgotten."""
@@ -206,7 +227,13 @@ class Ledger:
             raise ValueError(f"slot {lease.slot} of {lease.engine} is not held by this lease")
         slot.lease = None
         slot.used = self._clock
-        slot.holding = holding if holding is not None else Holding(occupied=lease.cells)
+        slot.holding = holding if holding is not None else Holding(occupied=slot.reserved)
+
+    def distrust(self, engine: str) -> None:
+        """The engine did not hold what was believed: forget what its idle slots hold, not that they are filled."""
+        if engine in self._engines:
+            for slot in self._engines[engine].free():
+                slot.holding = Holding(occupied=slot.holding.occupied)
 
     def is_current(self, lease: Lease) -> bool:
         """Whether the engine is still the one that the lease was made for."""

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 WAIT_S = 10.0
 FLOOR = 400  # min_prompt_tokens of these tests; a fake engine's token is a byte
 SPLIT: Json = {"min_prompt_tokens": FLOOR, "probe_tokens": 64}
-QUICK = {"HEALTH_INTERVAL_S": 0.05, "SWEEP_INTERVAL_S": 0.05, "PROBE_RETRY_S": 0.2}
+QUICK = {"HEALTH_INTERVAL_S": 0.05, "SWEEP_INTERVAL_S": 0.05}
 ANSWER_TOKENS = 12
 
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
@@ -239,16 +239,17 @@ def configured(prefill: str | None, decode: str, folder: Path, changes: Mapping[
 
 @asynccontextmanager
 async def proxy(
-    prefill: FakeEngine | None, decode: FakeEngine, *, judged: bool = True, settles: bool = True, **changes: Any
+    prefill: FakeEngine | None, decode: FakeEngine, *, judged: bool = True, retry_s: float = 0.2, **changes: Any
 ) -> AsyncIterator[Running]:
     """The proxy in front of two engines. `changes` are keys of the configuration; tables are merged.
 
-    With `judged` the first self-test is waited for. With `settles` the books must be at zero at the end.
+    With `judged` the first self-test is waited for; one that failed comes again after `retry_s`. At the end the books
+    must be at zero.
     """
     assert decode.slot_dir is not None
     config = configured(prefill.url if prefill else None, decode.url, decode.slot_dir, changes)
     with pytest.MonkeyPatch.context() as patch, SessionStore(decode.slot_dir) as store:
-        for name, value in QUICK.items():
+        for name, value in {**QUICK, "PROBE_RETRY_S": retry_s}.items():
             patch.setattr(fleet, name, value)
         # Every request comes on a connection of its own: one that is cut must not cost the next.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
@@ -265,5 +266,4 @@ async def proxy(
                 for engine in running.engines:
                     engine.forget_calls()
             yield running
-            if settles:
-                await running.settled()
+            await running.settled()
