@@ -40,7 +40,8 @@ class Stage(StrEnum):
 class Event(StrEnum):
     """What happens to a handover."""
 
-    BEGIN = "begin"
+    READ = "read"
+    RESTORE = "restore"
     DONE = "done"
     FAIL = "fail"
     REUSED = "reused"
@@ -51,13 +52,13 @@ class Event(StrEnum):
 ENDS = frozenset({Stage.PROVEN, Stage.INEFFECTIVE, Stage.ABANDONED, Stage.BROKEN, Stage.CANCELLED})
 
 MOVES: dict[tuple[Stage, Event], Stage] = {
-    (Stage.READY, Event.BEGIN): Stage.READING,
+    (Stage.READY, Event.READ): Stage.READING,
     (Stage.READY, Event.FAIL): Stage.ABANDONED,
     (Stage.READY, Event.LEAVE): Stage.CANCELLED,
     (Stage.READING, Event.DONE): Stage.TICKETED,
     (Stage.READING, Event.FAIL): Stage.ABANDONED,
     (Stage.READING, Event.LEAVE): Stage.CANCELLED,
-    (Stage.TICKETED, Event.BEGIN): Stage.RESTORING,
+    (Stage.TICKETED, Event.RESTORE): Stage.RESTORING,
     (Stage.TICKETED, Event.FAIL): Stage.ABANDONED,
     (Stage.TICKETED, Event.LEAVE): Stage.CANCELLED,
     (Stage.RESTORING, Event.DONE): Stage.RESTORED,
@@ -108,7 +109,7 @@ class Handover:
 
     async def take(self, slot: int, progress: Progress) -> bool:
         """Have the prefill engine read all tokens but the last, and save its session."""
-        self._move(Event.BEGIN)
+        self._move(Event.READ)
         try:
             ticket = await self.source.prefill(self.prompt.head(len(self.prompt) - 1), slot, self.deadlines, progress)
         except EngineError as error:
@@ -119,7 +120,7 @@ class Handover:
 
     async def redeem(self, target: Engine, slot: int) -> bool:
         """Have the decode engine restore the session, and discard the ticket, used or not."""
-        self._move(Event.BEGIN)
+        self._move(Event.RESTORE)
         assert self.ticket is not None
         try:
             self.redeemed = await target.redeem(self.ticket, slot, self.deadlines)
