@@ -15,7 +15,8 @@ from splitproxy.model import Figures, HandoverFigures
 _LONGEST_OBJECT_BYTES = 64 * 1024
 _REASONING_MARKS = (b'"reasoning_content":"', b'"thinking_delta"', b'"type":"thinking"', b'"reasoning_text')
 _OBJECT_START = re.compile(rb'"(timings|usage)"\s*:\s*(?=\{)')
-_JSON_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}]', re.DOTALL)
+# A string that has no end yet reaches to the end: a brace inside it is none.
+_JSON_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[{}]', re.DOTALL)
 
 
 def _cut_key(name: str) -> str:
@@ -128,8 +129,8 @@ def _from_usage(usage: dict[str, Any]) -> Figures | None:
     if "cache_read_input_tokens" in usage:  # Anthropic: input_tokens are the uncached ones alone
         cached, read = _whole(usage, "cache_read_input_tokens"), _whole(usage, "input_tokens")
     else:
-        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-        cached = _whole(details, "cached_tokens")
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+        cached = _whole(details, "cached_tokens") if isinstance(details, dict) else 0
         read = max(0, _whole(usage, "prompt_tokens") + _whole(usage, "input_tokens") - cached)
     answer = _whole(usage, "completion_tokens") + _whole(usage, "output_tokens")
     return Figures(cached, read, 0.0, answer, 0.0)
