@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 MIB = 2**20
 RECENT_REQUESTS = 50
 REQUEST_ID = web.RequestKey("request_id", str)
+CLIENT = web.RequestKey("client", str)
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/metrics"})  # without a key: for probes and Prometheus
 
 
@@ -168,7 +169,7 @@ class _Front:
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             request[REQUEST_ID] = secrets.token_hex(8)
             try:
-                self._require_key(request)
+                request[CLIENT] = self._client(request)
                 return await handler(request)
             except RequestError as error:
                 return _error_response(request, error)
@@ -180,15 +181,18 @@ class _Front:
 
         return guard
 
-    def _require_key(self, request: web.Request) -> None:
+    def _client(self, request: web.Request) -> str:
+        """Who sends a request: the number of its key, else its address. Raises RequestError without a valid key."""
         keys = self._proxy.config.api_keys
         if not keys or request.path in OPEN_PATHS or request.method == "OPTIONS":
-            return
+            return request.remote or ""
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
         # Every key is compared in full: the time tells nothing about them.
-        if not sum(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
+        found = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+        if not any(found):
             raise RequestError(Fault.UNAUTHORIZED, "a valid API key is needed")
+        return f"key {found.index(True)}"
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Any request that an engine answers."""
@@ -203,6 +207,7 @@ class _Front:
             method=request.method,
             target=request.rel_url.raw_path_qs,
             headers=tuple(request.headers.items()),
+            client=request[CLIENT],
             body=await request.read(),
         )
         sink = _Sink(request)
@@ -259,7 +264,7 @@ def status(proxy: Proxy) -> dict[str, Any]:
             for (source, target), pair in proxy.fleet.pairs.items()
         ],
         "usable_context": usable_context(proxy),
-        "queue": {"waiting": proxy.admission.waiting, "max": proxy.config.queue.max},
+        "queue": {"max": proxy.config.queue.max, "waiting": proxy.admission.waiting, "line": proxy.admission.line()},
         "leases": proxy.ledger.busy(),
         "session_bytes": {"in_flight": proxy.ledger.session_bytes, "limit": proxy.ledger.session_limit_bytes},
         "last_requests": [access.entry(record) for record in reversed(proxy.recent)],

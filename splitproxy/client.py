@@ -51,6 +51,7 @@ class Client:
         self._beat: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._started = False
+        self._committed = False
         self._events = False  # whether what has begun is a stream of events
         self._between_events = True
         self._last = time.monotonic()
@@ -93,6 +94,7 @@ class Client:
 
     async def begin(self, status: int, headers: Headers, *, length: int | None, one_piece: bool) -> None:
         """The engine's answer has begun. `one_piece`: it is changed on the way, so its length is known at the end."""
+        self._committed = True
         async with self._starting:
             if self._started:
                 if status >= 400:
@@ -105,6 +107,11 @@ class Client:
                 self._started = True
                 self._events = dict(headers).get("Content-Type", "").startswith(MEDIA_TYPE)
                 await self._sink.start(status, headers, length)
+
+    @property
+    def committed(self) -> bool:
+        """Whether the client has been promised the answer of one engine: another can no longer take over."""
+        return self._committed
 
     async def relay(self, data: bytes) -> None:
         """Pass a piece of the answer on."""

@@ -67,6 +67,7 @@ class Fault(StrEnum):
     NO_DECODE_ENGINE = "no_decode_engine"
     DECODE_FAILED = "decode_failed"
     DECODE_TIMEOUT = "decode_timeout"
+    OUT_OF_ROOM = "out_of_room"  # an answer without a limit outgrew the decode engine's pool
     SHUTTING_DOWN = "shutting_down"
 
 
@@ -85,7 +86,13 @@ def http_status(fault: Fault) -> int:
             return 429
         case Fault.DECODE_FAILED:
             return 502
-        case Fault.QUEUE_TIMEOUT | Fault.PREFILL_FAILED | Fault.NO_DECODE_ENGINE | Fault.SHUTTING_DOWN:
+        case (
+            Fault.OUT_OF_ROOM
+            | Fault.QUEUE_TIMEOUT
+            | Fault.PREFILL_FAILED
+            | Fault.NO_DECODE_ENGINE
+            | Fault.SHUTTING_DOWN
+        ):
             return 503
         case Fault.DECODE_TIMEOUT:
             return 504

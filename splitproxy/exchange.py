@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from splitproxy.adapter import Answer, Call, Deadlines, Engine
-from splitproxy.admission import Admission
+from splitproxy.admission import Admission, Turn
 from splitproxy.client import Client, ClientLeft, Sink
 from splitproxy.errors import Cause, EngineError, Fault, RequestError, Step
 from splitproxy.figures import FigureReader, whole_request
@@ -27,6 +27,11 @@ from splitproxy.wire import pin, to_client, to_engine
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
+GROWTH_TOKENS = 512
+# A slot that reuses less than an eighth of what it was believed to hold was not what it was taken for: the engine was
+# restarted or used by others. Models with a sliding window or a recurrent state lose some, but never that much.
+MISTAKE_TOKENS = 256
+MISTAKE_FACTOR = 8
 BYTES_PER_TOKEN_GUESS = 3  # of a body that was not tokenized, for the pool's books
 
 
@@ -50,6 +55,7 @@ class Incoming:
     method: str
     target: str
     headers: Sequence[tuple[str, str]]
+    client: str  # who sends it, for the queue's fairness: a digest of a key, or an address
     body: bytes = field(repr=False)
 
     def call(self, body: bytes | None, *, streams: bool = False) -> Call:
@@ -80,7 +86,8 @@ class Exchange:
         )
         try:
             async with client:
-                await _Request(self, incoming, ask, client, trace, self.queue_deadline()).serve()
+                turn, deadline = self.admission.turn(incoming.client), self.queue_deadline()
+                await _Request(self, incoming, ask, client, trace, turn, deadline).serve()
         except (RequestError, EngineError) as error:
             trace.outcome = Outcome.ERROR
             trace.status = await self.refuse(client, error, trace.engine, incoming.request_id)
@@ -98,8 +105,8 @@ class Exchange:
         try:
             engine = self.decode_engines()[0]
             if takes_slots:
-                claim = self.ledger.claim_engine
-                lease = await self.admission.acquire(Role.DECODE, None, claim, self.queue_deadline())
+                turn, claim = self.admission.turn(incoming.client), self.ledger.claim_engine
+                lease = await self.admission.acquire(Role.DECODE, None, claim, self.queue_deadline(), turn=turn)
                 engine = lease.engine
             call = incoming.call(incoming.body or None)
             async with self.fleet.engine(engine).call(call, self.settings.deadlines) as answer:
@@ -145,8 +152,12 @@ class _Request:
     ask: Ask
     client: Client
     trace: Trace
+    turn: Turn
     deadline: float
     tokens: Tokens | None = None  # None: not known
+    written: int = 0  # events of the answer
+    reserved: int = 0  # cells of the pool that the answer may fill
+    tried: set[str] = field(default_factory=set)  # decode engines that failed this request before its first byte
 
     async def serve(self) -> None:
         route = self.trace.route = await self._route()
@@ -159,7 +170,8 @@ class _Request:
         with self.exchange.ledger.reserve(session_bytes) as room:
             async with Handover(self.tokens, source, settings.deadlines) as handover:
                 self.trace.handover = handover
-                await self._read_ahead(handover)
+                with fleet.reading(source.name, route.uncached_tokens or 0):
+                    await self._read_ahead(handover)
                 if handover.failure is not None and settings.on_prefill_failure == "reject":
                     message = f"the prefill engine failed ({handover.failure.step}: {handover.failure.cause})"
                     raise RequestError(Fault.PREFILL_FAILED, message, retry_after_s=RETRY_AFTER_S)
@@ -211,34 +223,70 @@ class _Request:
             trace.step = Step.PREFILL.value
             taken = await handover.take(lease.number, progress)
         finally:
-            fleet.end(lease, quiet=taken or _has_answered(handover))
+            read = Holding(self.prefix, occupied=len(self.prefix)) if taken else None
+            fleet.end(lease, quiet=taken or _has_answered(handover), holding=read)
         if not taken:
             fleet.suspect(handover.source.name)
 
+    @property
+    def known(self) -> Tokens:
+        """The prompt's ids as far as they are known."""
+        return self.tokens if self.tokens is not None else NOTHING
+
+    @property
+    def prefix(self) -> Tokens:
+        """What the prefill engine reads: all but the last token."""
+        return self.known.head(len(self.known) - 1)
+
     async def _prefill_lease(self, source: Engine) -> Lease:
-        prompt_tokens = len(self.tokens) if self.tokens is not None else 0
-
         def claim(engine: str) -> Lease | None:
-            return self.exchange.ledger.claim(engine, NOTHING, prompt_tokens, 0)
+            return self.exchange.ledger.claim(engine, self.prefix, len(self.prefix), 0)
 
+        return await self._lease(Role.PREFILL, source.name, claim, bound=True)
+
+    async def _lease(self, role: Role, engine: str, claim: Callable[[str], Lease | None], *, bound: bool) -> Lease:
+        acquire = self.exchange.admission.acquire
         with self.trace.waiting():
-            return await self.exchange.admission.acquire(Role.PREFILL, source.name, claim, self.deadline)
+            return await acquire(role, engine, claim, self.deadline, turn=self.turn, bound=bound)
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
     async def _answer(self, route: Route, room: Reservation | None = None) -> None:
-        """Claim a decode slot, restore a waiting session into it, relay the answer, and settle the books."""
-        exchange, trace = self.exchange, self.trace
-        lease = await self._decode_lease(route)
-        while not await self._restore(lease):
+        """Have a decode engine answer; where one fails before its first byte, another may."""
+        while True:
+            lease = await self._ready_slot(route)
+            if room is not None:
+                room.release()  # the session file is gone
+            try:
+                await self._decode(lease, route)
+                return
+            except EngineError as error:
+                self.tried.add(lease.engine)
+                others = set(self.exchange.ledger.ready(Role.DECODE)) - self.tried
+                if self.client.committed or not others:
+                    raise
+                log.warning("decode engine %s failed, another takes over: %s", lease.engine, error)
+                self.exchange.fleet.suspect(lease.engine)
+                if self.trace.handover is not None and self.trace.handover.stage is Stage.RESTORED:
+                    self.trace.handover.fail(error)
+
+    async def _ready_slot(self, route: Route) -> Lease:
+        """A decode slot, with the waiting session restored into it if there is one."""
+        while True:
             lease = await self._decode_lease(route)
-        if room is not None:
-            room.release()  # the session file is gone
+            if await self._restore(lease):
+                return lease
+
+    async def _decode(self, lease: Lease, route: Route) -> None:
+        """Send the client's request to the slot, relay the answer, and settle the books."""
+        exchange, trace = self.exchange, self.trace
         try:
-            call = self.incoming.call(pin(self.ask, lease.number), streams=self.ask.stream)
+            # A request for several answers has the whole engine; its first answer takes the first slot.
+            call = self.incoming.call(pin(self.ask, lease.slot or 0), streams=self.ask.stream)
             trace.start_decode()
+            self.written, self.reserved = 0, lease.cells
             async with exchange.fleet.engine(lease.engine).call(call, exchange.settings.deadlines) as answer:
-                await self._relay(answer, route)
+                await self._relay(answer, route, lease)
             if self.tokens is None and self.ask.not_splittable is None and trace.figures is not None:
                 await self._tokenize()  # the client has its answer; the next turn wants to know
         finally:
@@ -246,16 +294,21 @@ class _Request:
             exchange.fleet.end(lease, quiet=trace.answered, holding=self._holding(lease))
 
     async def _decode_lease(self, route: Route) -> Lease:
-        known = self.tokens if self.tokens is not None else NOTHING
-        count = len(self.tokens) if self.tokens is not None else len(self.ask.body) // BYTES_PER_TOKEN_GUESS
+        ledger = self.exchange.ledger
+        count = len(self.known) if self.tokens is not None else len(self.ask.body) // BYTES_PER_TOKEN_GUESS
         wanted = self.ask.max_tokens
         growth = self.exchange.settings.reserve_tokens if wanted is None else wanted
 
         def claim(engine: str) -> Lease | None:
-            return self.exchange.ledger.claim(engine, known, count, growth)
+            if engine in self.tried:
+                return None
+            if self.ask.answers > 1:
+                return ledger.claim_engine(engine)
+            return ledger.claim(engine, self.known, count, growth)
 
-        with self.trace.waiting():
-            lease = await self.exchange.admission.acquire(Role.DECODE, route.decode_engine, claim, self.deadline)
+        # A conversation waits for the engine that holds it; what no engine holds goes wherever a slot is free.
+        held = route.held_tokens or 0
+        lease = await self._lease(Role.DECODE, route.decode_engine, claim, bound=2 * held >= max(count, 1))
         self.trace.engine = lease.engine
         return lease
 
@@ -266,8 +319,7 @@ class _Request:
         try:
             await fleet.make_room(lease)
             if handover is not None and handover.stage is Stage.TICKETED:
-                self.trace.step = Step.RESTORE.value
-                usable = await handover.redeem(fleet.engine(lease.engine), lease.number) or _has_answered(handover)
+                usable = await self._redeem(handover, lease)
             else:
                 usable = True
         finally:
@@ -276,7 +328,17 @@ class _Request:
                 fleet.suspect(lease.engine)
         return usable
 
-    async def _relay(self, answer: Answer, route: Route) -> None:
+    async def _redeem(self, handover: Handover, lease: Lease) -> bool:
+        """Restore the waiting session. False where the engine may still be at work on the slot."""
+        fleet = self.exchange.fleet
+        if not fleet.can_redeem(handover.source.name, lease.engine):
+            message = f"no proven pair of {handover.source.name} and {lease.engine}"
+            handover.fail(EngineError(Step.RESTORE, Cause.REFUSED, message))
+            return True
+        self.trace.step = Step.RESTORE.value
+        return await handover.redeem(fleet.engine(lease.engine), lease.number) or _has_answered(handover)
+
+    async def _relay(self, answer: Answer, route: Route, lease: Lease) -> None:
         """Pass the answer on as it comes, and read its figures on the way."""
         trace, handover, client = self.trace, self.trace.handover, self.client
         cost = handover.figures() if handover is not None and handover.stage is Stage.RESTORED else None
@@ -284,22 +346,39 @@ class _Request:
         one_piece = cost is not None and answer.media_type != MEDIA_TYPE
         headers = [*to_client(answer.headers), *_headers(trace, route, cost)]
         trace.status = answer.status
-        if answer.status >= 400:
-            trace.outcome = Outcome.ERROR
         await client.begin(answer.status, headers, length=_length(answer), one_piece=one_piece)
         async for chunk in answer.chunks():
             trace.chunk()
             if handover is not None:
                 handover.answering()
             await client.relay(reader.feed(chunk))
+            await self._grow(lease, chunk)
         trace.answered = True
+        if answer.status >= 400 or reader.failed:
+            trace.outcome = Outcome.ERROR
         trace.figures, trace.reasoned = reader.figures(), reader.reasoned
         await client.relay(reader.close())
         await client.finish()
 
+    async def _grow(self, lease: Lease, chunk: bytes) -> None:
+        """An answer that outgrows its reservation gets more of the pool, before it would fail every other answer."""
+        self.written += chunk.count(b"\n\n")  # an event is about a token
+        needed = len(self.known) + self.written
+        if needed <= self.reserved:
+            return
+        self.reserved = max(needed, lease.cells) + GROWTH_TOKENS
+        if (erase := self.exchange.ledger.grow(lease, self.reserved)) is None:
+            raise RequestError(Fault.OUT_OF_ROOM, "the answer outgrew the decode engine's memory; set max_tokens")
+        await self.exchange.fleet.erase(lease.engine, erase)
+
     def _judge(self, lease: Lease) -> None:
-        """Compare a handover with what the decode engine says it reused."""
+        """Compare what was believed of the slot, or handed over, with what the decode engine says it reused."""
         handover, figures = self.trace.handover, self.trace.figures
+        if figures is not None and handover is None and self.tokens is not None:
+            believed = min(lease.held, len(self.tokens) - 1)
+            if believed > MISTAKE_TOKENS and MISTAKE_FACTOR * figures.cached_tokens < believed:
+                self.trace.mistaken = True
+                self.exchange.ledger.distrust(lease.engine)
         if figures is None or handover is None or handover.stage is not Stage.ANSWERING or handover.ticket is None:
             return
         proven = handover.prove(figures.cached_tokens)
@@ -310,8 +389,10 @@ class _Request:
         """What the slot is left with, as far as it is certain."""
         trace, figures, tokens = self.trace, self.trace.figures, self.tokens
         if figures is None or trace.status != 200:
-            # An answer that was cut off has begun: the prompt was read, of the rest nothing is certain.
-            was_read = trace.first_byte is not None and trace.status == 200 and not self.ask.progress
+            # An answer that was cut off has begun: the prompt was read, of the rest nothing is certain. After an error
+            # of the engine's own nothing is.
+            was_read = trace.first_byte is not None and trace.status == 200 and trace.outcome is Outcome.OK
+            was_read = was_read and not self.ask.progress
             return Holding(tokens, occupied=lease.cells) if was_read and tokens is not None else None
         prompt_tokens = figures.cached_tokens + figures.read_tokens
         occupied = prompt_tokens + figures.answer_tokens

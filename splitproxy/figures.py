@@ -14,7 +14,7 @@ from splitproxy.model import Figures, HandoverFigures
 # A figures object longer than this is none; it is let through as it is.
 _LONGEST_OBJECT_BYTES = 64 * 1024
 _REASONING_MARKS = (b'"reasoning_content":"', b'"thinking_delta"', b'"type":"thinking"', b'"reasoning_text')
-_OBJECT_START = re.compile(rb'"(timings|usage)"\s*:\s*(?=\{)')
+_OBJECT_START = re.compile(rb'"(timings|usage|error)"\s*:\s*(?=\{)')
 # A string that has no end yet reaches to the end: a brace inside it is none.
 _JSON_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[{}]', re.DOTALL)
 
@@ -29,7 +29,7 @@ def _cut_key(name: str) -> str:
 
 # A quote inside a JSON string is escaped, so `"timings"` with plain quotes is always a key. The end of a chunk that may
 # be the beginning of such a key is held back until the next chunk; a whole event never ends in one.
-_CUT_START = re.compile(f'(?=")(?:{_cut_key("timings")}|{_cut_key("usage")})$'.encode())
+_CUT_START = re.compile(f'(?=")(?:{_cut_key("timings")}|{_cut_key("usage")}|{_cut_key("error")})$'.encode())
 _LONGEST_CUT_BYTES = 24
 
 
@@ -47,6 +47,7 @@ class FigureReader:
         self._rewrite = rewrite
         self._held = b""
         self.reasoned = False  # whether the answer holds reasoning apart from its text
+        self.failed = False  # whether the answer is an error, or ends in one
         self.timings: dict[str, Any] = {}
         self.usage: dict[str, Any] = {}
 
@@ -79,6 +80,9 @@ class FigureReader:
         return held
 
     def _replace(self, key: str, text: bytes) -> bytes:
+        if key == "error":
+            self.failed = True
+            return text
         try:
             found = orjson.loads(text)
         except orjson.JSONDecodeError:

@@ -7,8 +7,8 @@ of a slot whose request was cut off until the engine has really stopped. It serv
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -43,6 +43,7 @@ class Member:
     identity: Identity | None = None
     fault: str = "not seen yet"
     template_bytes: int = 0  # what the chat template adds to one message
+    backlog_tokens: int = 0  # of prompts that a prefill engine is reading or has yet to read
     looks: int = 0
     failures: int = 0  # in a row
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
@@ -151,6 +152,7 @@ class Fleet:
                 held_tokens=0 if tokens is None else ledger.held(name, tokens),
                 context=ledger.context(name),
                 free_slots=ledger.count(name).free,
+                waiting=self._admission.waiting_for(name),
             )
             for name in ready
         ]
@@ -163,11 +165,27 @@ class Fleet:
                 context=ledger.context(source),
                 waiting=self._admission.waiting_for(source) + ledger.count(source).busy,
                 room=ledger.has_room(self.session_bytes(source, target, tokens or NOTHING)),
+                held_tokens=0 if tokens is None else ledger.held(source, tokens),
+                backlog_tokens=pair.source.backlog_tokens,
             )
             for (source, target), pair in self.pairs.items()
             if target in ready
         ]
         return decode, prefill
+
+    @contextmanager
+    def reading(self, source: str, tokens: int) -> Iterator[None]:
+        """Count tokens that a prefill engine has yet to read for a request."""
+        member = self.members[source]
+        member.backlog_tokens += tokens
+        try:
+            yield
+        finally:
+            member.backlog_tokens -= tokens
+
+    def can_redeem(self, source: str, target: str) -> bool:
+        """Whether a session of one engine may be restored by the other."""
+        return self.pairs[source, target].state is PairState.PROVEN
 
     def session_bytes(self, source: str, target: str, tokens: Tokens) -> int:
         """How large a pair's session file of a prompt will be, going by the last one."""
@@ -335,10 +353,14 @@ class Fleet:
     # -- slots that are not quiet --------------------------------------------------------------------------------------
 
     async def make_room(self, lease: Lease) -> None:
-        """Erase the idle slots that a lease needs out of its way. A failure shows in what follows."""
-        for slot in lease.erase:
+        """Erase the idle slots that a lease needs out of its way."""
+        await self.erase(lease.engine, lease.erase)
+
+    async def erase(self, engine: str, slots: Iterable[int]) -> None:
+        """Erase idle slots. A failure shows in what follows."""
+        for slot in slots:
             with suppress(EngineError):
-                await self.engine(lease.engine).erase(slot, self._deadlines)
+                await self.engine(engine).erase(slot, self._deadlines)
 
     def end(self, lease: Lease, *, quiet: bool, holding: Holding | None = None) -> None:
         """Release a lease: at once when its slot is `quiet`, else as soon as the engine has stopped working on it."""

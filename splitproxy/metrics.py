@@ -47,6 +47,7 @@ class Metrics:
         self._decisions = counter("decisions", "Routes taken, and why.", "decision", "reason")
         self._handoffs = counter("handoffs", "Handovers by result.", "result")
         self._ineffective = counter("handoff_ineffective", "Handovers whose tokens the decode engine read again.")
+        self._mistaken = counter("belief_mismatch", "Slots that held much less than was believed.")
         self._fallbacks = counter("fallbacks", "Handovers that ended in local reading.", "stage", "reason")
         self._cancelled = counter("cancelled", "Requests whose client left.", "stage")
         self._prompt_tokens = counter("prefill_tokens", "Prompt tokens by where they came from.", "source")
@@ -81,6 +82,8 @@ class Metrics:
             self._decisions.labels(record.route.kind.value, record.route.reason.value).inc()
         if record.outcome is Outcome.CANCELLED:
             self._cancelled.labels(record.step).inc()
+        if record.mistaken:
+            self._mistaken.inc()
         self._observe_times(record)
         self._observe_handover(record)
         self._observe_tokens(record)
@@ -162,6 +165,8 @@ class _Books(Collector):
             proven.add_metric([source, target], float(pair.state is PairState.PROVEN))
         yield proven
         yield GaugeMetricFamily("splitproxy_queue_depth", "Requests that wait.", self._admission.waiting)
+        oldest_s = max((waiting.waiting_s for waiting in self._admission.line()), default=0.0)
+        yield GaugeMetricFamily("splitproxy_queue_oldest_seconds", "The longest wait of those who wait.", oldest_s)
         in_flight = self._ledger.session_bytes
         yield GaugeMetricFamily("splitproxy_session_bytes_in_flight", "Session files waiting, estimated.", in_flight)
         rejected = self._admission.rejected

@@ -153,6 +153,7 @@ class Ask:
     max_tokens: int | None = None  # the longest answer that the client allows
     prompt: str | tuple[int, ...] | None = field(default=None, repr=False)  # None: in the chat messages
     not_splittable: str | None = None  # the feature that keeps this request on the decode engine
+    answers: int = 1  # answers to one prompt; each takes a slot of its own
     keeps_cache: bool = True  # False: the client asked for cache_prompt = false
     progress: bool = False  # the client asked for progress events, which come before the prompt is read
 
@@ -209,6 +210,7 @@ class DecodeView:
     held_tokens: int  # the longest prefix of the prompt that one of its slots holds
     context: int
     free_slots: int
+    waiting: int = 0  # requests that wait for this very engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,8 @@ class PrefillView:
     context: int
     waiting: int  # requests that read or wait to read there
     room: bool  # the session file fits beside those in flight
+    held_tokens: int = 0  # the longest prefix of the prompt that one of its slots holds
+    backlog_tokens: int = 0  # that it reads, or is to read, for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +281,7 @@ class RequestRecord:
     figures: Figures | None = None
     handover: HandoverFigures | None = None
     effective: bool | None = None  # None: nothing was handed over
+    mistaken: bool = False  # the decode engine held much less of the prompt than was believed
     failure: Failure | None = None
     gaps_ms: tuple[float, ...] = ()
 

@@ -36,7 +36,7 @@ def decide(demand: Demand, decode: Sequence[DecodeView], prefill: Sequence[Prefi
 
     `decode` lists at least one ready decode engine; `prefill` lists every prefill engine once for each of them.
     """
-    writer = max(decode, key=lambda view: (view.held_tokens, view.free_slots))
+    writer = max(decode, key=lambda view: _worth(view, demand.tokens))
     readers = [view for view in prefill if view.decode_engine == writer.engine]
     count = demand.tokens
     # The last token is the decode engine's own work in any case.
@@ -53,6 +53,15 @@ def decide(demand: Demand, decode: Sequence[DecodeView], prefill: Sequence[Prefi
         return route(RouteKind.LOCAL, _no_reader(count, writer, readers))
     reason = Reason.FORCED if rules.policy is Policy.ALWAYS else Reason.WORTH_MOVING
     return route(RouteKind.HANDOVER, reason, found.engine)
+
+
+def _worth(view: DecodeView, count: int | None) -> tuple[bool, int, int, int]:
+    """How good a place a decode engine is: one that is free, then one that holds the conversation, then the idlest.
+
+    Sharing less than half of a prompt, such as a system prompt alone, ties no conversation to an engine.
+    """
+    holds = view.held_tokens if count is not None and 2 * view.held_tokens >= count else 0
+    return view.free_slots > 0, holds, view.free_slots - view.waiting, view.held_tokens
 
 
 def _stays_local(demand: Demand, uncached: int | None, any_reader: bool, rules: Rules) -> Reason | None:
@@ -83,7 +92,7 @@ def _usable(count: int, writer: DecodeView, view: PrefillView) -> Reason | None:
 
 def _reader(count: int, writer: DecodeView, readers: Sequence[PrefillView]) -> PrefillView | None:
     usable = [view for view in readers if _usable(count, writer, view) is None]
-    return min(usable, key=lambda view: view.waiting, default=None)
+    return min(usable, key=lambda view: (view.backlog_tokens - view.held_tokens, view.waiting), default=None)
 
 
 def _no_reader(count: int, writer: DecodeView, readers: Sequence[PrefillView]) -> Reason:

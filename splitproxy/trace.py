@@ -33,6 +33,7 @@ class Trace:
     figures: Figures | None = None
     reasoned: bool = False
     answered: bool = False  # the engine's answer has ended; whatever comes after cannot spoil it
+    mistaken: bool = False
     handover: Handover | None = None
     gaps_ms: list[float] = field(default_factory=list)
 
@@ -90,6 +91,7 @@ class Trace:
             figures=self.figures,
             handover=None if handover is None else handover.figures(),
             effective=None if handover is None else _EFFECTIVE.get(handover.stage),
+            mistaken=self.mistaken,
             failure=None if handover is None else handover.failure,
             gaps_ms=tuple(self.gaps_ms),
         )

@@ -86,6 +86,7 @@ def read_ask(path: str, body: bytes) -> Ask:
         max_tokens=_max_tokens(fields),
         prompt=prompt,
         not_splittable=obstacle or _obstacle(fields),
+        answers=_answers(fields),
         keeps_cache=fields.get("cache_prompt") is not False,
         progress=fields.get("return_progress") is True,
     )
@@ -115,11 +116,15 @@ def _max_tokens(fields: Mapping[str, Any]) -> int | None:
     return None
 
 
+def _answers(fields: Mapping[str, Any]) -> int:
+    counts = [count for name in ("n", "n_cmpl") if type(count := fields.get(name)) is int]
+    return max(counts, default=1)
+
+
 def _obstacle(fields: Mapping[str, Any]) -> str | None:
     """The first field that keeps a request from being handed over, whatever its API."""
-    for name in ("n", "n_cmpl"):
-        if type(count := fields.get(name)) is int and count > 1:
-            return name
+    if _answers(fields) > 1:
+        return "n"
     if fields.get("cache_prompt") is False:
         return "cache_prompt"
     if fields.get("lora"):

@@ -106,9 +106,11 @@ def test_each_reason_has_a_row() -> None:
 
 
 def test_the_writer_that_holds_most_answers() -> None:
-    """A conversation stays where it is; only then do free slots count."""
-    busy, idle = writer("a", held=500, free=0), writer("b", held=10, free=4)
-    assert decide(Demand(1000), [busy, idle], [], Rules(Policy.THRESHOLD, FLOOR)).decode_engine == "a"
+    """A conversation stays where it is while a slot is free there; only then do free slots count."""
+    rules = Rules(Policy.THRESHOLD, FLOOR)
+    holder, full, idle = writer("a", held=500, free=1), writer("a", held=500, free=0), writer("b", held=10, free=4)
+    assert decide(Demand(1000), [holder, idle], [], rules).decode_engine == "a"
+    assert decide(Demand(1000), [full, idle], [], rules).decode_engine == "b"
     busy, idle = writer("a", free=1), writer("b", free=2)
     assert decide(Demand(1000), [busy, idle], [], Rules(Policy.THRESHOLD, FLOOR)).decode_engine == "b"
     assert decide(Demand(None), [busy, idle], [], Rules(Policy.THRESHOLD, FLOOR)).decode_engine == "b"
