@@ -54,6 +54,7 @@ class Client:
         self._committed = False
         self._events = False  # whether what has begun is a stream of events
         self._between_events = True
+        self._tail = b""
         self._last = time.monotonic()
         self._collected: list[bytes] | None = None  # a body that is sent in one piece, at its end
         self._pending: tuple[int, Headers] | None = None
@@ -70,11 +71,14 @@ class Client:
         await self._quiet()
 
     async def _quiet(self) -> None:
-        if self._beat is not None:
-            self._beat.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._beat
-            self._beat = None
+        if (beat := self._beat) is None:
+            return
+        self._beat = None
+        async with self._starting:
+            beat.cancel()
+        await asyncio.wait({beat})  # awaiting the task itself would swallow a cancellation of our own
+        if not beat.cancelled():
+            beat.result()
 
     async def _keep_alive(self) -> None:
         ping = keep_alive(self._api)
@@ -85,7 +89,7 @@ class Client:
                     await asyncio.sleep(due_s)
                     continue
                 async with self._starting:
-                    if not self._started:
+                    if not self._started and self._pending is None:
                         self._started = self._events = True
                         await self._sink.start(200, _STREAM, None)
                 self._last = time.monotonic()
@@ -105,7 +109,7 @@ class Client:
                 self._collected = []
             else:
                 self._started = True
-                self._events = dict(headers).get("Content-Type", "").startswith(MEDIA_TYPE)
+                self._events = any(n.lower() == "content-type" and v.startswith(MEDIA_TYPE) for n, v in headers)
                 await self._sink.start(status, headers, length)
 
     @property
@@ -121,7 +125,8 @@ class Client:
             self._collected.append(data)
             return
         self._last = time.monotonic()
-        self._between_events = data.endswith(b"\n\n")
+        self._tail = (self._tail + data)[-4:]
+        self._between_events = self._tail.endswith((b"\n\n", b"\r\n\r\n"))
         await self._sink.write(data)
 
     async def finish(self) -> None:
