@@ -83,7 +83,7 @@ class Split(Table):
     probe_tokens: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=64)] = 512
     prefill_silence_s: Seconds = 60
     transfer_timeout_s: Seconds = 120
-    decode_silence_s: Seconds = 300
+    decode_silence_s: Seconds = 900
 
 
 class Tokenizer(Table):

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 2.0
 FAILURES_TO_DOWN = 2
+PULSE_INTERVAL_S = 30.0
 SWEEP_INTERVAL_S = 10.0
 PROBE_RETRY_S = 60.0
 PROBE_WAIT_S = 600.0
@@ -111,6 +112,7 @@ class Fleet:
         self._own(self._keep_swept())
         for member in self.members.values():
             self._own(self._watch(member))
+            self._own(self._feel_pulse(member))
         if self._probe_tokens:
             for pair in self.pairs.values():
                 self._own(self._prove(pair))
@@ -249,6 +251,30 @@ class Fleet:
         self._unprove(member, f"the {member.role} engine is {seen}")
         member.engine.abort()
         self._admission.pump()
+
+    async def _feel_pulse(self, member: Member) -> None:
+        """Give an engine up whose HTTP server lives while its work stands still: /health alone would not tell.
+
+        The list of slots comes from the engine's working thread, between two batches. Nobody else notices: an answer
+        that is not streamed is silent until it is complete.
+        """
+        loop = asyncio.get_running_loop()
+        silent_since = None
+        while True:
+            await asyncio.sleep(PULSE_INTERVAL_S)
+            if member.state is not EngineState.READY or not self._ledger.count(member.engine.name).busy:
+                silent_since = None
+                continue
+            asked = loop.time()
+            try:
+                await member.engine.is_busy(None)
+                silent_since = None
+            except EngineError:
+                silent_since = silent_since or asked
+                if loop.time() - silent_since > self._deadlines.decode_silence_s:
+                    silent_since = None
+                    self._part(member, EngineState.DOWN)
+                    member.fault = "its work stands still"
 
     async def first_verdicts(self) -> None:
         """Wait until every decode engine is ready, and every pair of ready engines has been tested once."""
