@@ -83,7 +83,10 @@ class SessionStore:
 
         def work() -> T:
             path = self.folder / name
-            if path.lstat().st_uid == os.geteuid():
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is no regular file")
+            if status.st_uid == os.geteuid():
                 path.chmod(0o600)  # engines create it for everybody to read
             return reader(path)
 
@@ -118,7 +121,10 @@ class SessionStore:
         self._live.clear()
         self.sweep()
         if self._remove_at_close:
-            self.folder.rmdir()
+            try:
+                self.folder.rmdir()
+            except OSError as error:
+                log.error("cannot remove the session folder %s: %s", self.folder, error.strerror)
         self._unlock()
 
     def _unlock(self) -> None:
