@@ -194,9 +194,8 @@ class Running:
     def open_books(self) -> Json:
         """All that is not at zero."""
         proxy = self.proxy
-        watchers = (
-            1 + len(proxy.fleet.members) + (len(proxy.fleet.pairs) if proxy.config.split.policy != "never" else 0)
-        )
+        provers = len(proxy.fleet.pairs) if proxy.config.split.policy != "never" else 0
+        watchers = 1 + 2 * len(proxy.fleet.members) + provers  # the sweep; health and pulse; self-tests
         books = {
             "leases": proxy.ledger.busy(),
             "waiting": proxy.admission.waiting,
