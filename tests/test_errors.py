@@ -15,6 +15,7 @@ STATUS = {
     Fault.NO_DECODE_ENGINE: 503,
     Fault.DECODE_FAILED: 502,
     Fault.DECODE_TIMEOUT: 504,
+    Fault.OUT_OF_ROOM: 503,
     Fault.SHUTTING_DOWN: 503,
 }
 
