@@ -101,7 +101,7 @@ STEPS = ["identity", "tokens", "own reading", "read", "saved", "file", "restored
 
 
 async def test_the_order_of_the_self_test() -> None:
-    """The decode engine reads by itself first; then a prompt is read, saved, restored to an empty slot, and answered."""
+    """The decode engine reads by itself first; then a prompt is read, saved, restored to an empty slot, answered."""
     pair = Pair()
     report = await pair.run()
     assert report.passed
