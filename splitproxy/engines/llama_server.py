@@ -192,9 +192,7 @@ class LlamaServer:
         return any(entry.get("is_processing") for entry in slots if slot is None or entry.get("id") == slot)
 
     async def _slots(self) -> list[dict[str, Any]]:
-        slots = await self._json(Step.CONTROL, "GET", "/slots")
-        if not isinstance(slots, list):
-            raise EngineError(Step.CONTROL, Cause.REFUSED, "/slots gave no list; start the engine without --no-slots")
+        slots: list[dict[str, Any]] = await self._json(Step.CONTROL, "GET", "/slots", shape=list)
         return slots
 
     async def _slot_action(
@@ -202,8 +200,7 @@ class LlamaServer:
     ) -> dict[str, Any]:
         body = orjson.dumps({"filename": name} if name is not None else {})
         target = f"/slots/{slot}?action={action}"
-        answer = await self._json(step, "POST", target, body, timeout_s=deadlines.transfer_timeout_s)
-        assert isinstance(answer, dict)
+        answer: dict[str, Any] = await self._json(step, "POST", target, body, timeout_s=deadlines.transfer_timeout_s)
         return answer
 
     # -- answers -------------------------------------------------------------------------------------------------------
@@ -269,6 +266,7 @@ class LlamaServer:
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
         private: bool = False,
+        shape: type[dict[Any, Any] | list[Any]] = dict,
     ) -> Any:
         """One control call. `private` keeps the engine's error text out of ours: it may quote the request."""
         with _translated(step):
@@ -276,9 +274,13 @@ class LlamaServer:
                 await _require_ok(step, response, private=private)
                 text = await response.read()
         try:
-            return orjson.loads(text)
+            found = orjson.loads(text)
         except orjson.JSONDecodeError:
-            raise EngineError(step, Cause.REFUSED, f"{target.partition('?')[0]} gave no JSON") from None
+            found = None
+        if not isinstance(found, shape):
+            wanted = "object" if shape is dict else "list"
+            raise EngineError(step, Cause.REFUSED, f"{target.partition('?')[0]} gave no JSON {wanted}")
+        return found
 
 
 class _HttpAnswer:
@@ -327,7 +329,9 @@ def _prefill_event(data: bytes, prompt: Tokens, progress: Progress) -> Figures |
     try:
         event = orjson.loads(data)
     except orjson.JSONDecodeError:
-        raise EngineError(Step.PREFILL, Cause.CORRUPT, "the engine's progress is not JSON") from None
+        event = None
+    if not isinstance(event, dict):
+        raise EngineError(Step.PREFILL, Cause.CORRUPT, "the engine's progress is no JSON object")
     if error := event.get("error"):
         raise EngineError(Step.PREFILL, Cause.REFUSED, f"the engine stopped: {error.get('type', 'error')}")
     if told := event.get("prompt_progress"):
