@@ -8,23 +8,43 @@ import asyncio
 import bisect
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
-from splitproxy.errors import Fault, RequestError
+from splitproxy.errors import Fault, RequestError, SplitproxyError
 from splitproxy.ledger import Holding, Lease, Ledger
 from splitproxy.model import Role
 
 RETRY_AFTER_S = 5
 
+Claim = Callable[[str], Lease | None]
+"""Engine name in, lease out, or None while there is none. What it raises ends the waiting."""
 
-@dataclass(frozen=True, slots=True, order=True)
+
+@dataclass(slots=True, eq=False)
 class Turn:
-    """A request's place in the order of all: `round` is when its client is due, `arrival` breaks ties."""
+    """A request's place in the order of all, to be ended with it: `round` is when its client is due, `arrival` breaks
+    ties. It keeps its place for every lease that it needs, and a place that was not used goes to the client's next."""
 
-    round: int
+    admission: "Admission"
+    client: str
     arrival: int
-    client: str = field(compare=False, default="")
+    round: int
+    used: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.round, self.arrival
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.admission.end(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +63,14 @@ class _Waiter:
     role: Role
     engine: str | None  # None: any engine of the role
     bound: bool
-    claim: Callable[[str], Lease | None]
+    avoid: Collection[str]
+    claim: Claim
     since: float = field(default_factory=time.monotonic)
     lease: asyncio.Future[Lease] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Admission:
-    """Hands out leases, fairly between clients.
-
-    `limit` bounds the requests that wait. A claim is a plain function: engine name in, lease or None out.
-    """
+    """Hands out leases, fairly between clients. `limit` bounds the requests that wait for their first one."""
 
     def __init__(self, ledger: Ledger, limit: int) -> None:
         self._ledger = ledger
@@ -61,6 +79,7 @@ class Admission:
         self._arrivals = itertools.count()
         self._round = 0  # of the request that was let in last
         self._due: dict[str, int] = {}  # the next round of clients that are ahead of it
+        self._unused: dict[str, list[Turn]] = {}  # by client, in order
         self.rejected = 0  # requests turned away, ever
 
     @property
@@ -83,30 +102,53 @@ class Admission:
         """The place in line of a request that comes now. A client with many requests gets every client's share."""
         due = max(self._round, self._due.get(client, 0))
         self._due[client] = due + 1
-        return Turn(due, next(self._arrivals), client)
+        turn = Turn(self, client, next(self._arrivals), due)
+        self._unused.setdefault(client, []).append(turn)
+        return turn
+
+    def end(self, turn: Turn) -> None:
+        """A request has ended. If it never got a lease, its client's later requests move up."""
+        if turn.used or turn not in (unused := self._unused.get(turn.client, [])):
+            return
+        later = unused[unused.index(turn) + 1 :]
+        rounds = [turn.round, *(other.round for other in later)]
+        for other, place in zip(later, rounds, strict=False):
+            other.round = place
+        self._due[turn.client] = rounds[-1]
+        self._forget(turn)
+        self._waiters.sort(key=lambda waiter: waiter.turn.order)
+
+    def _forget(self, turn: Turn) -> None:
+        """The turn is used, or over."""
+        unused = self._unused[turn.client]
+        unused.remove(turn)
+        if not unused:
+            del self._unused[turn.client]
 
     async def acquire(
         self,
         role: Role,
         engine: str | None,
-        claim: Callable[[str], Lease | None],
+        claim: Claim,
         deadline: float,
         *,
         turn: Turn | None = None,
         bound: bool = True,
+        avoid: Collection[str] = (),
     ) -> Lease:
         """Wait for a lease until the loop's clock reads `deadline`.
 
         `engine` is tried first. With `bound` no other is tried while it is up; should it be gone, any other of its role
-        will do for a decode engine. Raises RequestError when the queue is full, the deadline passes, or no engine is
-        left.
+        will do for a decode engine. Those in `avoid` never will. Raises RequestError when the queue is full, the
+        deadline passes, or no engine is left.
         """
-        waiter = _Waiter(turn or self.turn(""), role, engine, bound, claim)
-        bisect.insort(self._waiters, waiter, key=lambda w: w.turn)
+        if turn is None:
+            with self.turn("") as own:
+                return await self.acquire(role, engine, claim, deadline, turn=own, bound=bound, avoid=avoid)
+        waiter = _Waiter(turn, role, engine, bound, avoid, claim)
+        bisect.insort(self._waiters, waiter, key=lambda w: w.turn.order)
         self.pump()
-        if not waiter.lease.done() and len(self._waiters) > self._limit:
-            self._withdraw(waiter)
-            raise self._turned_away(Fault.QUEUE_FULL, "too many requests are waiting")
+        self._bound_the_queue()
         try:
             async with asyncio.timeout_at(deadline):
                 return await waiter.lease
@@ -116,6 +158,15 @@ class Admission:
         except BaseException:
             self._withdraw(waiter)
             raise
+
+    def _bound_the_queue(self) -> None:
+        """Turn away whoever is last in line when too many wait. Who has begun, and waits for the next step, stays."""
+        waiting = [waiter for waiter in self._waiters if not waiter.lease.done()]
+        if len(waiting) <= self._limit:
+            return
+        if last := next((waiter for waiter in reversed(waiting) if not waiter.turn.used), None):
+            self._waiters.remove(last)
+            last.lease.set_exception(self._turned_away(Fault.QUEUE_FULL, "too many requests are waiting"))
 
     def _turned_away(self, fault: Fault, message: str) -> RequestError:
         self.rejected += 1
@@ -127,6 +178,11 @@ class Admission:
             self._waiters.remove(waiter)
         elif not waiter.lease.cancelled() and waiter.lease.done() and waiter.lease.exception() is None:
             self.release(waiter.lease.result())
+        self.pump()
+
+    def erased(self, lease: Lease, emptied: Collection[int]) -> None:
+        """The idle slots in a lease's way can be had again; those in `emptied` hold nothing any more."""
+        self._ledger.erased(lease, emptied)
         self.pump()
 
     def release(self, lease: Lease, holding: Holding | None = None) -> None:
@@ -147,7 +203,12 @@ class Admission:
                 waiter.lease.set_exception(RequestError(Fault.NO_DECODE_ENGINE, message, retry_after_s=RETRY_AFTER_S))
                 continue
             open_ones = (engine for engine in engines if engine not in blocked)
-            lease = next((lease for engine in open_ones if (lease := waiter.claim(engine)) is not None), None)
+            try:
+                lease = next((lease for engine in open_ones if (lease := waiter.claim(engine)) is not None), None)
+            except SplitproxyError as error:
+                self._waiters.remove(waiter)
+                waiter.lease.set_exception(error)
+                continue
             if lease is None:
                 blocked.update(engines)
             else:
@@ -156,12 +217,15 @@ class Admission:
     def _let_in(self, waiter: _Waiter, lease: Lease) -> None:
         self._waiters.remove(waiter)
         self._round = max(self._round, waiter.turn.round)
+        if not waiter.turn.used:
+            waiter.turn.used = True
+            self._forget(waiter.turn)
         if not self._waiters:
             self._due = {client: due for client, due in self._due.items() if due > self._round}
         waiter.lease.set_result(lease)
 
     def _engines(self, waiter: _Waiter) -> list[str]:
-        ready = self._ledger.ready(waiter.role)
+        ready = [name for name in self._ledger.ready(waiter.role) if name not in waiter.avoid]
         if waiter.engine in ready:
             others = [] if waiter.bound else [name for name in ready if name != waiter.engine]
             return [waiter.engine, *others]

@@ -4,6 +4,7 @@ Pure state: every method is a plain function, claims succeed or fail at once, an
 What a slot holds is a belief. A wrong one costs reading time; it never reaches an answer.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -42,6 +43,7 @@ class Lease:
     cells: int  # of the KV pool, reserved for this request at first
     erase: tuple[int, ...] = ()  # idle slots to erase first, so that the request fits
     held: int = 0  # leading tokens of the prompt that the slot was believed to hold
+    continues: bool = False  # whether the prompt begins with all that the slot was believed to hold for certain
 
     @property
     def number(self) -> int:
@@ -58,10 +60,13 @@ class _Slot:
     holding: Holding = EMPTY
     reserved: int = 0  # cells of the pool for the request that has the lease
     used: int = 0  # the ledger's own clock at the last release
+    doomed_by: int | None = None  # the slot whose lease needs this one emptied; until then it cannot be had
 
     @property
     def cells(self) -> int:
         """Cells of the pool that this slot may fill."""
+        if self.doomed_by is not None:
+            return 0
         return self.reserved if self.lease is not None else self.holding.occupied
 
 
@@ -74,7 +79,9 @@ class _Engine:
     everything: Lease | None = None  # a lease of the whole engine
 
     def free(self) -> list[_Slot]:
-        return [] if self.everything else [slot for slot in self.slots if slot.lease is None]
+        if self.everything:
+            return []
+        return [slot for slot in self.slots if slot.lease is None and slot.doomed_by is None]
 
     def make_room(self, slot: _Slot, cells: int) -> tuple[int, ...] | None:
         """The idle slots to erase, oldest first, so that `slot` may fill `cells` of the pool; None if they are few."""
@@ -88,7 +95,8 @@ class _Engine:
         if spare < cells:
             return None
         for idle in erase:
-            idle.holding = EMPTY
+            idle.doomed_by = slot.number
+            idle.holding = Holding(occupied=idle.holding.occupied)
         return tuple(idle.number for idle in erase)
 
 
@@ -174,16 +182,18 @@ class Ledger:
         """Claim a slot for a prompt and an answer of up to `growth` tokens; None if there is no room now.
 
         `tokens` are the prompt's, as far as they are known; `prompt_tokens` is their number or an estimate. The pool of
-        cells is taken to be shared by all slots. A prompt that can never fit needs none: the engine refuses it.
+        cells is taken to be shared by all slots. A prompt that surely can never fit needs none: the engine refuses it.
         """
         books = self._engines.get(engine)
         if books is None or not (free := books.free()):
             return None
         slot = _choose(free, tokens)
-        cells = min(prompt_tokens + growth, books.context) if prompt_tokens < books.context else slot.cells
+        never_fits = len(tokens) >= books.context
+        cells = slot.cells if never_fits else min(prompt_tokens + growth, books.context)
         if (erase := books.make_room(slot, cells)) is None:
             return None
-        slot.lease = Lease(engine, slot.number, books.epoch, cells, erase, slot.holding.prefix(tokens))
+        held, certain = slot.holding.prefix(tokens), len(slot.holding.tokens)
+        slot.lease = Lease(engine, slot.number, books.epoch, cells, erase, held, continues=held >= certain)
         slot.reserved = cells
         slot.holding = EMPTY  # until the request has ended well
         return slot.lease
@@ -200,6 +210,16 @@ class Ledger:
         if (erase := books.make_room(slot, wanted)) is not None:
             slot.reserved = wanted
         return erase
+
+    def erased(self, lease: Lease, emptied: Collection[int] = ()) -> None:
+        """The idle slots that stood in a lease's way can be had again; those in `emptied` hold nothing any more."""
+        if lease.slot is None or not self.is_current(lease):
+            return
+        for slot in self._engines[lease.engine].slots:
+            if slot.doomed_by == lease.slot:
+                slot.doomed_by = None
+                if slot.number in emptied:
+                    slot.holding = EMPTY
 
     def claim_engine(self, engine: str) -> Lease | None:
         """Claim all slots at once, for a request that chooses its slot itself; what they held is forgotten."""
@@ -225,6 +245,7 @@ class Ledger:
         slot = books.slots[lease.slot]
         if slot.lease is not lease:
             raise ValueError(f"slot {lease.slot} of {lease.engine} is not held by this lease")
+        self.erased(lease)
         slot.lease = None
         slot.used = self._clock
         slot.holding = holding if holding is not None else Holding(occupied=slot.reserved)

@@ -216,6 +216,35 @@ def test_idle_slots_are_erased_oldest_first_and_no_more_than_needed() -> None:
     assert ledger.held("w", ids((2, 200))) == 200
 
 
+def test_a_slot_cannot_be_had_until_it_is_erased() -> None:
+    """Nothing is sent to a slot that is about to be emptied for another request."""
+    ledger = opened(slots=2)
+    left_with(ledger, ids((1, 600)))
+    lease = claim(ledger, B, growth=500)
+    assert (lease.number, lease.erase) == (1, (0,))
+    assert ledger.claim("w", C, 100, 0) is None
+    assert ledger.claim_engine("w") is None
+    assert ledger.count("w") == SlotCount(free=0, busy=2, holding=0)
+    ledger.erased(lease, lease.erase)
+    assert claim(ledger, C).erase == ()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["the erasing failed", "the request went before it"])
+def test_a_slot_that_was_not_erased_stays_filled(ends: bool) -> None:
+    """It can be had again, it is believed to hold nothing, and the next request that needs its room erases it."""
+    ledger = opened(slots=2)
+    left_with(ledger, ids((1, 600)))
+    lease = claim(ledger, B, growth=500)
+    if ends:
+        ledger.release(lease, EMPTY)
+    else:
+        ledger.erased(lease)
+        ledger.release(lease, EMPTY)
+    assert ledger.held("w", ids((1, 600))) == 0
+    again = claim(ledger, C, growth=500)
+    assert (again.number, again.erase) == (1, (0,))
+
+
 def test_what_runs_is_never_erased() -> None:
     """Cells reserved by running requests are theirs; a claim that needs them waits."""
     ledger = opened(slots=3)
@@ -244,14 +273,68 @@ def test_growth_beyond_the_context_is_no_reason_to_wait() -> None:
     assert lease.cells == CONTEXT
 
 
-@pytest.mark.parametrize("prompt_tokens", [CONTEXT, 10 * CONTEXT])
-def test_a_prompt_that_never_fits_is_let_through(prompt_tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [CONTEXT, 10 * CONTEXT])
+def test_a_prompt_that_never_fits_is_let_through(tokens: int) -> None:
     """The engine refuses it in its own words; it does not wait for room that will never be."""
     ledger = opened(slots=2)
     claim(ledger, A, growth=900)
-    lease = ledger.claim("w", B, prompt_tokens, 100)
+    lease = ledger.claim("w", ids((2, tokens)), tokens, 100)
     assert lease is not None
     assert (lease.cells, lease.erase) == (0, ())
+
+
+def test_an_estimate_is_no_reason_to_let_a_prompt_through() -> None:
+    """A prompt that was not counted may fit all the same: it gets the whole pool, when that can be had."""
+    ledger = opened(slots=2)
+    running = claim(ledger, A)
+    assert ledger.claim("w", NOTHING, 10 * CONTEXT, 100) is None
+    ledger.release(running, Holding(A, occupied=100))
+    lease = ledger.claim("w", NOTHING, 10 * CONTEXT, 100)
+    assert lease is not None
+    assert (lease.number, lease.cells, lease.erase) == (1, CONTEXT, (0,))
+
+
+def test_an_answer_grows_while_there_is_room() -> None:
+    """Idle conversations give way to it, running ones do not, and what cannot be had changes nothing."""
+    ledger = opened(slots=3)
+    left_with(ledger, ids((1, 300)))
+    grows, other = claim(ledger, A, growth=100), claim(ledger, B, growth=200)
+    assert ledger.grow(grows, 150) == ()
+    assert ledger.grow(grows, 500) == (0,)
+    ledger.erased(grows, (0,))
+    assert ledger.grow(grows, 701) is None
+    assert ledger.grow(grows, 700) == ()
+    assert ledger.claim("w", C, 100, 0) is None
+    ledger.release(other, EMPTY)
+    assert ledger.grow(grows, 10**9) == ()
+    ledger.release(grows)
+    assert ledger.grow(grows, 5) == ()
+
+
+def test_a_doubted_engine_is_believed_to_hold_nothing() -> None:
+    """Its idle slots stay filled, what runs stays booked, and other engines are not doubted."""
+    ledger = opened(slots=3)
+    ledger.open("v", Role.DECODE, 1, CONTEXT)
+    left_with(ledger, A)
+    other = ledger.claim("v", C, 100, 0)
+    assert other is not None
+    ledger.release(other, Holding(C, occupied=100))
+    running = claim(ledger, B)
+    ledger.distrust("w")
+    assert (ledger.held("w", A), ledger.held("v", C)) == (0, 100)
+    assert ledger.count("w") == SlotCount(free=2, busy=1, holding=1)
+    ledger.release(running, Holding(B, occupied=100))
+    assert ledger.held("w", B) == 100
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continues"), [(ids((1, 100), (5, 9)), True), (ids((1, 60), (5, 9)), False), (ids((1, 100)), True)]
+)
+def test_a_lease_tells_whether_the_prompt_continues_the_slot(prompt: Tokens, continues: bool) -> None:
+    """Only then is every kind of memory sure to reuse what the slot holds."""
+    ledger = opened(slots=1)
+    left_with(ledger, A)
+    assert claim(ledger, prompt).continues is continues
 
 
 # --- the whole engine
@@ -356,7 +439,7 @@ class Books(RuleBasedStateMachine):
     def claim(self, engine: str, tokens: Tokens, growth: int) -> Lease | None:
         promised = self.ledger.held(engine, tokens)
         any_free = self.ledger.count(engine).free > 0
-        reserved = sum(other.cells for other in self.current(engine))
+        reserved = self.reserved(engine)
         lease = self.ledger.claim(engine, tokens, len(tokens), growth)
         if lease is None:
             assert not any_free or reserved + min(len(tokens) + growth, CONTEXT) > CONTEXT, "it waits for no reason"
@@ -368,9 +451,22 @@ class Books(RuleBasedStateMachine):
         self.out.append(lease)
         return lease
 
+    @rule(lease=leases, all_of_them=st.booleans())
+    def erase(self, lease: Lease | None, all_of_them: bool) -> None:
+        if lease is not None and lease in self.out:
+            self.ledger.erased(lease, lease.erase if all_of_them else lease.erase[:1])
+
+    @rule(lease=leases, cells=st.integers(0, 1200))
+    def grow(self, lease: Lease | None, cells: int) -> None:
+        if lease is not None and lease in self.out:
+            erase = self.ledger.grow(lease, cells) or ()
+            assert not {other.slot for other in self.current(lease.engine)} & set(erase), "a running slot is erased"
+
     @rule(target=leases, engine=ENGINES)
     def claim_engine(self, engine: str) -> Lease | None:
         quiet = not self.current(engine)
+        for other in self.current(engine):
+            assert self.ledger.claim_engine(engine) is None, other
         lease = self.ledger.claim_engine(engine)
         assert (lease is not None) == (quiet and self.ledger.is_ready(engine))
         if lease is not None:
@@ -401,10 +497,15 @@ class Books(RuleBasedStateMachine):
     def every_current_lease_is_counted_and_no_other(self) -> None:
         assert self.ledger.busy() == len(self.current("w")) + len(self.current("v"))
 
+    def reserved(self, engine: str) -> int:
+        """Cells of the requests that run; what lies in idle slots beside them can be erased."""
+        books = self.ledger._engines.get(engine)
+        return sum(slot.reserved for slot in books.slots if slot.lease is not None) if books is not None else 0
+
     @invariant()
     def the_pool_is_never_overdrawn(self) -> None:
-        for books in self.ledger._engines.values():
-            assert sum(slot.cells for slot in books.slots) <= books.context
+        for engine in ("w", "v"):
+            assert self.reserved(engine) <= CONTEXT
 
     def teardown(self) -> None:
         for lease in self.out:
