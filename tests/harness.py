@@ -23,6 +23,7 @@ from tests.fake_model import Weights, piece, render, tokenize
 Json = dict[str, Any]
 
 WAIT_S = 10.0
+TEST_S = 60.0  # a test that hangs fails, and says where
 FLOOR = 400  # min_prompt_tokens of these tests; a fake engine's token is a byte
 SPLIT: Json = {"min_prompt_tokens": FLOOR, "probe_tokens": 64}
 QUICK = {"HEALTH_INTERVAL_S": 0.05, "SWEEP_INTERVAL_S": 0.05}
@@ -253,6 +254,7 @@ async def proxy(
         # Every request comes on a connection of its own: one that is cut must not cost the next.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         async with (
+            asyncio.timeout(TEST_S),
             assembled(config, store) as assembly,
             listening(assembly) as url,
             aiohttp.ClientSession(connector=connector, auto_decompress=False) as http,

@@ -442,6 +442,7 @@ async def test_status_and_health_tell_the_pair(fake: Start) -> None:
     reader, writer = await pair(fake, slots=2, context=8192)
     async with proxy(reader, writer) as p:
         await p.long()
+        await p.record()
         await p.settled()
         status, health = (await p.get("/splitproxy/status")).json, await p.get("/health")
         assert p.pair() == (PairState.PROVEN, "")
