@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -31,7 +32,10 @@ from splitproxy.ledger import Ledger
 from splitproxy.model import EngineState, Kind, Policy, RequestRecord, Role
 from splitproxy.router import Rules
 from splitproxy.sessions import SessionStore
-from splitproxy.tokenize import EngineTokenizer
+from splitproxy.tokenize import EngineTokenizer, LocalTokenizer, Tokenizer
+from splitproxy.vocab import files
+from splitproxy.vocab.codec import Codec
+from splitproxy.vocab.vocabulary import UnsupportedVocabulary
 from splitproxy.wire import GENERATING, api_of, error_body, is_administration, needs_no_slot, read_ask
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ class Proxy:
     admission: Admission
     fleet: Fleet
     exchange: Exchange
+    tokenizer: Tokenizer
     metrics: metrics.Metrics
     recent: deque[RequestRecord]
     stopping: bool = False
@@ -71,25 +76,50 @@ def make_engine(table: config.Engine, store: SessionStore) -> Engine:
             return LlamaServer(table.name, table.url, key, store)
 
 
+def make_tokenizer(settings: config.Config) -> Tokenizer:
+    """The configured tokenizer; reads its file and takes a second or two. Raises ConfigError for one that is broken."""
+    table = settings.tokenizer
+    source = table.source
+    if source == "engine":
+        return EngineTokenizer('tokenizer.source is "engine"')
+    if source == "auto":
+        source = settings.launch.model if settings.launch is not None else ""
+        if not source or not Path(source).is_file():
+            return EngineTokenizer("there is no model file to read; tokenizer.source can name one")
+    try:
+        return LocalTokenizer(Codec(files.read(source, table.pattern, table.special_tokens)))
+    except UnsupportedVocabulary as reason:
+        why = f"{source} is of no use here: {reason}"
+        log.warning("token ids are made by the engine: %s", why)
+        return EngineTokenizer(why)
+
+
 def deadlines(split: config.Split) -> Deadlines:
     return Deadlines(split.prefill_silence_s, split.transfer_timeout_s, split.decode_silence_s)
 
 
 @asynccontextmanager
-async def assembled(settings: config.Config, store: SessionStore) -> AsyncGenerator[Proxy]:
-    """Build the proxy in front of the configured engines and watch them while the context lasts."""
+async def assembled(
+    settings: config.Config, store: SessionStore, made: Tokenizer | None = None
+) -> AsyncGenerator[Proxy]:
+    """Build the proxy in front of the configured engines and watch them while the context lasts.
+
+    `made` is the configured tokenizer, for callers that have made it already. Raises ConfigError.
+    """
     split = settings.split
     limit_bytes = split.max_session_mib * MIB or store.free_bytes() // 2
     ledger = Ledger(limit_bytes)
     admission = Admission(ledger, settings.queue.max)
+    tokenizer = made if made is not None else await asyncio.to_thread(make_tokenizer, settings)
     async with AsyncExitStack() as stack:
+        stack.callback(tokenizer.close)
         engines: dict[str, tuple[Engine, Role]] = {}
         for table in settings.engines:
             engine = make_engine(table, store)
             stack.push_async_callback(engine.close)
             engines[table.name] = (engine, table.role)
         probe_tokens = 0 if split.policy is Policy.NEVER else split.probe_tokens
-        fleet = Fleet(engines, ledger, admission, deadlines(split), probe_tokens, store.sweep)
+        fleet = Fleet(engines, ledger, admission, deadlines(split), probe_tokens, store.sweep, tokenizer.meet)
         rules = Rules(split.policy, split.min_prompt_tokens)
         exchange = Exchange(
             Settings(
@@ -103,11 +133,13 @@ async def assembled(settings: config.Config, store: SessionStore) -> AsyncGenera
             fleet,
             ledger,
             admission,
-            EngineTokenizer(),
+            tokenizer,
             lambda record: proxy.observe(record),
         )
         collectors = metrics.Metrics(fleet, ledger, admission, split.min_prompt_tokens)
-        proxy = Proxy(settings, store, ledger, admission, fleet, exchange, collectors, deque(maxlen=RECENT_REQUESTS))
+        proxy = Proxy(
+            settings, store, ledger, admission, fleet, exchange, tokenizer, collectors, deque(maxlen=RECENT_REQUESTS)
+        )
         await stack.enter_async_context(fleet)
         yield proxy
 
@@ -263,12 +295,21 @@ def status(proxy: Proxy) -> dict[str, Any]:
             }
             for (source, target), pair in proxy.fleet.pairs.items()
         ],
+        "tokenizer": {
+            "source": proxy.config.tokenizer.source,
+            "engines": {engine.name: _used(proxy, engine.name) for engine in proxy.config.of_role(Role.DECODE)},
+        },
         "usable_context": usable_context(proxy),
         "queue": {"max": proxy.config.queue.max, "waiting": proxy.admission.waiting, "line": proxy.admission.line()},
         "leases": proxy.ledger.busy(),
         "session_bytes": {"in_flight": proxy.ledger.session_bytes, "limit": proxy.ledger.session_limit_bytes},
         "last_requests": [access.entry(record) for record in reversed(proxy.recent)],
     }
+
+
+def _used(proxy: Proxy, engine: str) -> dict[str, str]:
+    verdict = proxy.tokenizer.verdict(engine)
+    return {"used": "local" if verdict.local else "engine", "why": verdict.why}
 
 
 def usable_context(proxy: Proxy) -> int | None:

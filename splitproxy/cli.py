@@ -18,7 +18,7 @@ from typing import Any
 
 from splitproxy import __version__
 from splitproxy.adapter import Engine
-from splitproxy.app import assembled, deadlines, listening, make_engine
+from splitproxy.app import assembled, deadlines, listening, make_engine, make_tokenizer
 from splitproxy.config import Config, load
 from splitproxy.errors import ConfigError, LaunchError
 from splitproxy.model import Role
@@ -121,6 +121,7 @@ async def _up(options: argparse.Namespace) -> int:
 
     console = Console()
     config = load(options.config, os.environ, _up_settings(options))
+    tokenizer = await asyncio.to_thread(make_tokenizer, config)  # before minutes are spent on loading a model
     own_dir = not config.split.dir
     folder = fresh_dir() if own_dir else Path(config.split.dir)
     stopping = asyncio.create_task(_until_told_to_stop())
@@ -131,7 +132,7 @@ async def _up(options: argparse.Namespace) -> int:
             start = launcher.start(lambda role, text: console.print(f"{role} engine: {text}", highlight=False))
             if not await _unless(stopping, start):
                 return 130
-            async with assembled(config, store) as proxy, listening(proxy) as address:
+            async with assembled(config, store, tokenizer) as proxy, listening(proxy) as address:
                 console.print("self-test: one prompt is read, moved and answered", highlight=False)
                 if not await _unless(stopping, proxy.fleet.first_verdicts()):
                     return 130
@@ -184,6 +185,7 @@ async def _check(options: argparse.Namespace) -> int:
     sources, targets = config.of_role(Role.PREFILL), config.of_role(Role.DECODE)
     if not sources:
         raise ConfigError(['engines: none has role = "prefill"; there is no pair to check'])
+    tokenizer = await asyncio.to_thread(make_tokenizer, config)
     passed = True
     with SessionStore(Path(config.split.dir or DEFAULT_DIR)) as store:
         for source, target in itertools.product(sources, targets):
@@ -193,6 +195,9 @@ async def _check(options: argparse.Namespace) -> int:
                 probe = Probe(reader, writer, 0, 0, deadlines(config.split), partial(screen.show_check, console))
                 report = await probe.run(config.split.probe_tokens)
                 screen.show_verdict(console, name, report)
+                if report.passed:  # else the engine may not even answer
+                    await tokenizer.meet(writer)
+                    screen.show_tokenizer(console, tokenizer.verdict(target.name))
                 passed = passed and report.passed
     return 0 if passed else 1
 

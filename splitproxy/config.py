@@ -89,7 +89,9 @@ class Split(Table):
 class Tokenizer(Table):
     """Where token ids come from."""
 
-    source: Literal["auto", "engine"] = "auto"
+    source: Annotated[str, Field(strict=True, min_length=1)] = "auto"
+    pattern: Text = ""
+    special_tokens: dict[str, Count] = {}
 
 
 class Engine(Table):

@@ -72,7 +72,8 @@ class Pair:
 class Fleet:
     """All engines and pairs. An async context manager: inside, they are watched.
 
-    `probe_tokens` is the length of the self-test; 0 switches it off, for a proxy that is to hand nothing over.
+    `probe_tokens` is the length of the self-test; 0 switches it off, for a proxy that is to hand nothing over. `meet`
+    is run in the background for each decode engine that comes up.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Fleet:
         deadlines: Deadlines,
         probe_tokens: int,
         sweep: Callable[[], int],
+        meet: Callable[[Engine], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.members = {name: Member(engine, role) for name, (engine, role) in engines.items()}
         self.pairs = {
@@ -94,6 +96,7 @@ class Fleet:
         self._deadlines = deadlines
         self._probe_tokens = probe_tokens
         self._sweep = sweep
+        self._meet = meet
         self._judged = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -241,6 +244,8 @@ class Fleet:
             member.role, member.engine.name, identity.slots, identity.context, identity.build,
         )  # fmt: skip
         self._unprove(member, "no self-test since the engine came up")
+        if self._meet is not None and member.role is Role.DECODE:
+            self._own(self._meet(member.engine))
         self._admission.pump()
 
     def _part(self, member: Member, seen: EngineState) -> None:

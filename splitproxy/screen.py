@@ -9,6 +9,7 @@ from rich.text import Text
 from splitproxy.app import Proxy
 from splitproxy.model import EngineState, PairState
 from splitproxy.probe import Check, Report
+from splitproxy.tokenize import Verdict
 
 STEPS = {
     "identity": "the engines are the same",
@@ -39,6 +40,12 @@ def show_verdict(console: Console, name: str, report: Report) -> None:
     console.print(f"{name}: [bold red]not usable for handovers[/]. {report.fault}", highlight=False)
     for advice in report.advice:
         console.print(f"  - {advice}", highlight=False)
+
+
+def show_tokenizer(console: Console, verdict: Verdict) -> None:
+    """Where token ids come from, and why."""
+    where = "here" if verdict.local else "by the decode engine"
+    console.print(f"token ids are made {where}: {verdict.why}", highlight=False, markup=False, soft_wrap=True)
 
 
 def show_running(console: Console, proxy: Proxy, address: str) -> None:

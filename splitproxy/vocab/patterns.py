@@ -1,0 +1,150 @@
+"""How each family of models cuts text into words before it merges bytes, by llama.cpp's names of the families.
+
+Engines differ from the models' authors in details (marks, digits, the case of letters): these are the engines' rules,
+written for tiktoken. The engines cut some texts in several passes; here one expression does it, which says with
+look-aheads where an earlier pass would have ended a piece. A family that is missing here is left to the engine.
+"""
+
+from dataclasses import dataclass
+
+# Letters and numbers as the engines' tables know them. Later Unicode versions, which the expression engine may follow
+# first, added letters that are unassigned code points for an engine.
+_KNOWN = r"\p{Age:15.1}"
+
+
+def _known(category: str) -> str:
+    return rf"[\p{{{category}}}&&{_KNOWN}]"
+
+
+L, N, M, P, S = (_known(name) for name in "LNMPS")
+
+# Not (?i:...): case folding would let the long s through.
+_CONTRACTION = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+_LOWER_CONTRACTION = r"'s|'t|'re|'ve|'m|'ll|'d"
+# All of a run of white space but the last one before a word.
+_BLANKS = r"\s+(?!\S)|\s+"
+
+
+def _words(
+    numbers: str, *, contraction: str = _CONTRACTION, marks: str = "", tail: str = r"[\r\n]*", ends: str = r"\s*[\r\n]+"
+) -> str:
+    """The llama-3 way: a word takes one sign in front of it, signs take line ends behind them."""
+    letters = f"[{L}{marks}]" if marks else L
+    alternatives = [
+        contraction,
+        rf"[^\r\n{L}{N}]?{letters}+",
+        numbers,
+        rf" ?[^\s{L}{marks}{N}]+{tail}",
+        ends,
+        _BLANKS,
+    ]
+    return "|".join(part for part in alternatives if part)
+
+
+def _gpt2(*, digits_apart: bool) -> str:
+    """The GPT-2 way: a word takes one blank in front of it. With `digits_apart` each digit was cut out before."""
+    numbers = N if digits_apart else rf" ?{N}+"
+    # Before a digit that was cut out, a run of white space is a piece of its own.
+    blanks = rf"\s+(?={N})|{_BLANKS}" if digits_apart else _BLANKS
+    return rf"{_LOWER_CONTRACTION}| ?{L}+|{numbers}| ?[^\s{L}{N}]+|{blanks}"
+
+
+def _cased(numbers: str, *, contraction: bool) -> str:
+    """The o200k way, as engines do it: letters outside ASCII count as capital and small at once; marks are signs."""
+    upper, lower = rf"[{L}&&[^a-z]]", rf"[{L}&&[^A-Z]]"
+    after = rf"(?:{_CONTRACTION})?" if contraction else ""
+    return "|".join((
+        rf"[^\r\n{L}{N}]?{upper}*{lower}+{after}",
+        rf"[^\r\n{L}{N}]?{upper}+{lower}*{after}",
+        numbers,
+        rf" ?[^\s{L}{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        _BLANKS,
+    ))  # fmt: skip
+
+
+def _deepseek3() -> str:
+    """Numbers by three, then runs of Chinese and Japanese, then the rest; each pass ends the pieces of the next."""
+    east = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]"
+    signs = rf"[{P}{S}]"
+    other = rf"[^\s{L}{M}{N}{P}{S}]"  # what no alternative takes: it joins the word after it, or stays alone
+    before = rf"[^\r\n{L}{P}{S}{N}]"
+    return "|".join((
+        rf"{N}{{1,3}}",
+        rf"[{before}&&{east}]?[[{L}{M}]&&{east}]+",
+        rf"[{signs}&&{east}]+",
+        rf"[{other}&&{east}]+(?=[{other}&&{east}][[{L}{M}]&&{east}])|[{other}&&{east}]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+",
+        rf"[{before}--{east}]?[[{L}{M}]--{east}]+",
+        rf" ?[{signs}--{east}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        rf"\s+(?=[{N}{east}])",
+        _BLANKS,
+        rf"[{other}--{east}]+(?=[{other}--{east}][[{L}{M}]--{east}])|[{other}--{east}]+",
+    ))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """How a family cuts text, and two habits of it."""
+
+    expression: str
+    whole_words: bool = False  # a piece that is a token as it stands is taken before any merge
+    begins: bool = False  # prompts get the first token in front unless the file says otherwise
+
+
+_LLAMA3 = _words(rf"{N}{{1,3}}")
+_QWEN2 = _words(N)
+_GPT2 = _gpt2(digits_apart=False)
+_SMOLLM = _gpt2(digits_apart=True)
+_GPT4O = _cased(rf"{N}{{1,3}}", contraction=True)
+
+_FAMILIES: tuple[tuple[Pattern, str], ...] = (
+    (
+        Pattern(_LLAMA3, whole_words=True, begins=True),
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+    ),
+    (Pattern(_LLAMA3), "dbrx smaug-bpe chatglm-bpe"),
+    (Pattern(_LLAMA3, whole_words=True), "glm4 glm5"),
+    (Pattern(_QWEN2), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
+    (Pattern(_words(N, marks=M)), "qwen35"),
+    (Pattern(_words(N, contraction="")), "ufakzeka"),
+    (Pattern(_words(N, contraction="'[sSdDmMtT]|'[lL][lL]|'[vV][eE]|'[rR][eE]", ends=r"\s*[\r\n]")),
+     "bailingmoe bailingmoe2 llada-moe"),
+    (Pattern(_words(N, tail="").replace(rf"[^\s{L}{N}]+", rf"[^\s{L}{N}\r\n]+")), "seed-coder"),
+    (
+        Pattern(_GPT2),
+        "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4",
+    ),
+    (Pattern(_SMOLLM), "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"),
+    (Pattern(_GPT4O), "gpt-4o llama4 kanana2 talkie minimax-m2"),
+    (Pattern(_cased(N, contraction=False), whole_words=True, begins=True), "tekken"),
+    (Pattern(_deepseek3()), "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
+)  # fmt: skip
+
+PATTERNS = {name: pattern for pattern, names in _FAMILIES for name in names.split()}
+"""By `tokenizer.ggml.pre`."""
+
+
+def _as_authors(expression: str) -> str:
+    """An expression as the models' authors write it in a tokenizer.json."""
+    for name in "LNMPS":
+        expression = expression.replace(_known(name), rf"\p{{{name}}}")
+    return expression.replace(_CONTRACTION, "(?i:'s|'t|'re|'ve|'m|'ll|'d)")
+
+
+def _cased_by_authors(numbers: str, *, contraction: bool) -> str:
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    after = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?" if contraction else ""
+    head = rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{after}|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{after}"
+    return rf"{head}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_BLANKS}"
+
+
+AUTHORS = {
+    _as_authors(_LLAMA3): "llama-bpe",
+    _as_authors(_QWEN2): "qwen2",
+    _as_authors(_words(N, marks=M)): "qwen35",
+    _cased_by_authors(r"\p{N}{1,3}", contraction=True): "gpt-4o",
+    _cased_by_authors(r"\p{N}", contraction=False): "tekken",
+}
+"""By the expression in a model's tokenizer.json: the family that engines take it for."""
