@@ -82,7 +82,7 @@ class LlamaServer:
             meta = models["data"][0].get("meta") or {}
             context = int(props["default_generation_settings"]["n_ctx"])
             slots = int(props["total_slots"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             message = f"/props or /v1/models lacks a field that a llama-server has: {error}"
             raise EngineError(Step.CONTROL, Cause.REFUSED, message) from None
         shape = ("n_params", "size", "n_embd", "n_ctx_train", "ftype")
