@@ -18,6 +18,7 @@ class Kind(StrEnum):
 
 
 class Policy(StrEnum):
+    AUTO = "auto"
     THRESHOLD = "threshold"
     ALWAYS = "always"
     NEVER = "never"
@@ -35,6 +36,8 @@ class Reason(StrEnum):
     FORCED = "forced"
     TOO_SHORT = "too_short"
     WARM = "warm"
+    LOCAL_CHEAPER = "local_cheaper"
+    PREFILL_BUSY = "prefill_busy"  # handing over would be cheaper without the queue at the prefill engine
     PREFILL_DOWN = "prefill_down"
     PAIR_UNPROVEN = "pair_unproven"
     PAIR_SWITCHED_OFF = "pair_switched_off"
@@ -151,8 +154,10 @@ class Ask:
     body: bytes = field(repr=False)
     stream: bool = False
     max_tokens: int | None = None  # the longest answer that the client allows
-    prompt: str | tuple[int, ...] | None = field(default=None, repr=False)  # None: in the chat messages
+    prompt: str | tuple[int, ...] | None = field(default=None, repr=False)  # None: it is in `chat`, or not known
+    chat: bytes | None = field(default=None, repr=False)  # the chat request whose rendering is the prompt
     not_splittable: str | None = None  # the feature that keeps this request on the decode engine
+    pinned: bool = True  # whether the engine lets this request be given a slot
     answers: int = 1  # answers to one prompt; each takes a slot of its own
     keeps_cache: bool = True  # False: the client asked for cache_prompt = false
     progress: bool = False  # the client asked for progress events, which come before the prompt is read
@@ -211,6 +216,11 @@ class DecodeView:
     context: int
     free_slots: int
     waiting: int = 0  # requests that wait for this very engine
+    streams: int = 0  # answers that it writes now, which stand still while a prompt is read
+    wait_s: float = 0.0  # until a slot is free
+    reading_s: float = 0.0  # that it has yet to read for others
+    read_s: float | None = None  # to read what it lacks of the prompt; None: not known yet
+    added_s: float = 0.0  # what comes on top of its work
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +236,11 @@ class PrefillView:
     room: bool  # the session file fits beside those in flight
     held_tokens: int = 0  # the longest prefix of the prompt that one of its slots holds
     backlog_tokens: int = 0  # that it reads, or is to read, for others
+    queue_s: float = 0.0  # the same in seconds
+    read_s: float | None = None  # to read what it lacks of the prompt; None: not known yet
+    save_s: float = 0.0
+    restore_s: float = 0.0
+    added_s: float = 0.0  # what comes on top of the engines' work
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +254,14 @@ class Route:
     prompt_tokens: int | None = None
     held_tokens: int | None = None
     uncached_tokens: int | None = None
+    predicted_local_s: float | None = None  # until the first token, from the decision on
+    predicted_handover_s: float | None = None  # the same, by the cheapest pair
+    stall_s: float = 0.0  # for which running answers, taken together, would stand still if it were read locally
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Seconds to the first token on the route that was taken."""
+        return self.predicted_local_s if self.kind is RouteKind.LOCAL else self.predicted_handover_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +307,8 @@ class RequestRecord:
     mistaken: bool = False  # the decode engine held much less of the prompt than was believed
     failure: Failure | None = None
     gaps_ms: tuple[float, ...] = ()
+    decided_ms: float | None = None  # when the route was chosen
+    crowded: bool = False  # the decode engine read for others at the same time: its figures tell of both
 
     @property
     def path(self) -> str:
@@ -301,3 +326,22 @@ class RequestRecord:
         if self.handover is not None:
             engines_ms += self.handover.prefill_ms + self.handover.save_ms + self.handover.restore_ms
         return max(0.0, self.first_byte_ms - self.queue_ms - engines_ms)
+
+    @property
+    def unexplained_ms(self) -> float | None:
+        """What passed between decision and first byte beside the engines' work and waiting for slots."""
+        if self.added_first_byte_ms is None or self.decided_ms is None:
+            return None
+        return max(0.0, self.added_first_byte_ms - self.decided_ms)
+
+    @property
+    def prediction_error(self) -> float | None:
+        """How far the first token came from its prediction, relative to what it really took."""
+        predicted_s = None if self.route is None else self.route.predicted_s
+        unforeseen = self.failure is not None or self.mistaken or self.effective is False
+        if predicted_s is None or unforeseen or not self.stream or self.outcome is not Outcome.OK:
+            return None
+        if self.first_byte_ms is None or self.decided_ms is None:
+            return None
+        actual_s = max(self.first_byte_ms - self.decided_ms, 0.1) / 1000
+        return (predicted_s - actual_s) / actual_s

@@ -13,8 +13,8 @@ LOCAL, HANDOVER = RouteKind.LOCAL, RouteKind.HANDOVER
 FLOOR = 100
 
 
-def writer(name: str = "w", held: int = 0, context: int = 8192, free: int = 1) -> DecodeView:
-    return DecodeView(name, held, context, free)
+def writer(name: str = "w", held: int = 0, context: int = 8192, free: int = 1, **seconds: float) -> DecodeView:
+    return DecodeView(name, held, context, free, **seconds)  # type: ignore[arg-type]  # streams is a count
 
 
 def reader(
@@ -26,8 +26,9 @@ def reader(
     context: int = 8192,
     waiting: int = 0,
     room: bool = True,
+    **seconds: float,
 ) -> PrefillView:
-    return PrefillView(name, to, up, pair, context, waiting, room)
+    return PrefillView(name, to, up, pair, context, waiting, room, **seconds)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Case:
     surely_short: bool = False
     policy: Policy = Policy.THRESHOLD
     floor: int = FLOOR
+    force: int = 0
+    weight: float = 1.0
     decode: list[DecodeView] = field(default_factory=lambda: [writer()])
     prefill: list[PrefillView] = field(default_factory=lambda: [reader()])
 
@@ -88,6 +91,38 @@ CASES = [
          prefill=[reader("a", context=10), reader("b", pair=PairState.SWITCHED_OFF)]),
     Case("one usable reader is enough", HANDOVER, Reason.WORTH_MOVING,
          prefill=[reader("a", up=False), reader("b"), reader("c", room=False)]),
+    Case("forced, whatever the floor", HANDOVER, Reason.FORCED, floor=5000, force=999),
+    Case("one too few to be forced", LOCAL, Reason.TOO_SHORT, floor=5000, force=1000),
+    Case("forced, but nobody can read", LOCAL, Reason.NO_ROOM, force=10, prefill=[reader(room=False)]),
+    Case("never is stronger than forced", LOCAL, Reason.DISABLED, policy=Policy.NEVER, force=10),
+    Case("auto, nothing learned yet: by count", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO),
+    Case("auto, no ids", LOCAL, Reason.TOKENIZER_DOWN, policy=Policy.AUTO, tokens=None),
+    Case("auto, below the floor", LOCAL, Reason.TOO_SHORT, policy=Policy.AUTO, tokens=FLOOR,
+         decode=[writer(read_s=9)], prefill=[reader(read_s=1)]),
+    Case("auto, warm", LOCAL, Reason.WARM, policy=Policy.AUTO,
+         decode=[writer(held=950, read_s=9)], prefill=[reader(read_s=1)]),
+    Case("auto, no reader", LOCAL, Reason.PREFILL_DOWN, policy=Policy.AUTO,
+         decode=[writer(read_s=9)], prefill=[reader(read_s=1, up=False)]),
+    Case("auto, sooner by handover", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
+         decode=[writer(read_s=2)], prefill=[reader(read_s=1, save_s=0.5, restore_s=0.4)]),
+    Case("auto, sooner alone", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,
+         decode=[writer(read_s=2)], prefill=[reader(read_s=1, save_s=0.7, restore_s=0.4)]),
+    Case("auto, running answers weigh", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
+         decode=[writer(read_s=2, streams=1)], prefill=[reader(read_s=3, save_s=0.2, restore_s=0.1)]),
+    Case("auto, as much as is configured", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO, weight=0.5,
+         decode=[writer(read_s=2, streams=1)], prefill=[reader(read_s=3, save_s=0.2, restore_s=0.1)]),
+    Case("auto, restoring stalls them too", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,
+         decode=[writer(read_s=2, streams=4)], prefill=[reader(read_s=2, restore_s=1.9)]),
+    Case("auto, the prefill engine is busy", LOCAL, Reason.PREFILL_BUSY, policy=Policy.AUTO,
+         decode=[writer(read_s=5)], prefill=[reader(read_s=1, queue_s=9)]),
+    Case("auto, busy, but the decode engine is too", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
+         decode=[writer(read_s=5, wait_s=9)], prefill=[reader(read_s=1, queue_s=9)]),
+    Case("auto, the decode engine reads for another", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
+         decode=[writer(read_s=5, reading_s=4)], prefill=[reader(read_s=8)]),
+    Case("auto, forced behind any queue", HANDOVER, Reason.FORCED, policy=Policy.AUTO, force=900,
+         decode=[writer(read_s=5)], prefill=[reader(read_s=1, queue_s=99)]),
+    Case("auto, the proxy's own part counts", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,
+         decode=[writer(read_s=2)], prefill=[reader(read_s=1, added_s=1.5)]),
 ]  # fmt: skip
 
 
@@ -95,7 +130,7 @@ CASES = [
 def test_the_route_and_its_reason(case: Case) -> None:
     """Every circumstance leads to one route and one reason."""
     demand = Demand(case.tokens, case.splittable, case.surely_short)
-    route = decide(demand, case.decode, case.prefill, Rules(case.policy, case.floor))
+    route = decide(demand, case.decode, case.prefill, Rules(case.policy, case.floor, case.force, case.weight))
     assert (route.kind, route.reason) == (case.kind, case.reason)
     assert (route.prefill_engine is not None) == (case.kind is HANDOVER)
 
@@ -158,3 +193,63 @@ def test_the_rule_of_the_threshold(tokens: int, held: int, floor: int, policy: P
     need = tokens - 1 - min(held, tokens - 1)
     least = 1 if policy is Policy.ALWAYS else max(1, floor)
     assert (route.kind is HANDOVER) == (tokens >= 2 and need >= least)
+
+
+# -- by cost -----------------------------------------------------------------------------------------------------------
+
+AUTO = Rules(Policy.AUTO, FLOOR)
+
+
+def test_both_predictions_come_with_the_route() -> None:
+    """A route tells both ways' seconds, whichever was taken, and what a local reading would do to running answers."""
+    slow = writer(read_s=4, wait_s=1, streams=2, added_s=0.5)
+    quick = reader(read_s=1, queue_s=2, save_s=0.25, restore_s=0.125, added_s=0.5)
+    for rules in (AUTO, Rules(Policy.ALWAYS, 0), Rules(Policy.NEVER, 0)):
+        route = decide(Demand(1000), [slow], [quick], rules)
+        assert (route.predicted_local_s, route.predicted_handover_s, route.stall_s) == (5.5, 3.875, 8)
+    assert decide(Demand(None), [slow], [quick], AUTO).predicted_local_s is None
+
+
+def test_the_cheapest_pair_is_taken() -> None:
+    """Of several engines the pair that brings the first token soonest reads and answers."""
+    writers = [writer("w", read_s=9, wait_s=5, free=0), writer("v", read_s=9)]
+    readers = [
+        reader("a", "w", read_s=1),
+        reader("a", "v", read_s=1, queue_s=6),
+        reader("b", "v", read_s=3),
+        reader("c", "v", read_s=1, up=False),
+    ]
+    route = decide(Demand(1000), writers, readers, AUTO)
+    assert (route.decode_engine, route.prefill_engine, route.predicted_handover_s) == ("v", "b", 3)
+
+
+def test_engines_that_cost_the_same_are_told_apart_by_what_they_hold() -> None:
+    """Between equal costs a free decode engine that holds the conversation, or the idler one, answers."""
+    writers = [writer("w", read_s=1.0, free=1), writer("v", read_s=1.05, free=3)]
+    readers = [reader("a", "w", read_s=0.5), reader("a", "v", read_s=0.5)]
+    assert decide(Demand(1000), writers, readers, AUTO).decode_engine == "v"
+    assert decide(Demand(5), writers, readers, AUTO).decode_engine == "v"
+
+
+@given(
+    local=st.floats(0, 100),
+    streams=st.integers(0, 8),
+    queue=st.floats(0, 100),
+    read=st.floats(0, 100),
+    restore=st.floats(0, 5),
+    wait=st.floats(0, 100),
+)
+def test_auto_never_takes_the_dearer_way(
+    local: float, streams: int, queue: float, read: float, restore: float, wait: float
+) -> None:
+    """With speeds known, the way taken costs no more than the other, and a longer queue never speaks for a handover."""
+    at = writer(read_s=local, streams=streams, wait_s=wait)
+
+    def taken(queue_s: float) -> RouteKind:
+        return decide(Demand(1000), [at], [reader(read_s=read, restore_s=restore, queue_s=queue_s)], AUTO).kind
+
+    local_cost = wait + local + streams * local
+    move_cost = max(queue + read, wait) + restore + streams * restore
+    assert (taken(queue) is HANDOVER) == (move_cost < local_cost)
+    if taken(queue) is LOCAL:
+        assert taken(2 * queue + 1) is LOCAL

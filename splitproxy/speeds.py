@@ -1,0 +1,307 @@
+"""What has been learned of each engine's speed: reading by length, writing, saving, restoring; and of the proxy's own.
+
+Pure state: figures of finished requests in, predictions out. Nothing here is configured, and nothing outlives the
+process. A single odd figure changes little; an engine that has become slower or faster is believed after three.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from splitproxy.model import RequestRecord, RouteKind
+
+SAMPLES_PER_BUCKET = 5
+BUCKETS_PER_OCTAVE = 2
+SAMPLE_HALF_LIFE = 48.0  # samples after which one counts half
+ROUNDS = 8  # of re-weighting; the sum of absolute deviations has settled by then
+SURPRISE = 0.35  # of the logarithm: a third more, or a quarter less, than samples of this size took so far
+SURPRISES = 3  # in a row and the same way: the engine has changed
+# A slope alone is fitted until the sizes seen lie this far apart: noise would make a large constant of nothing, and
+# predict nonsense for other sizes.
+SPREAD_FOR_TWO, SPREAD_FOR_THREE = 2.0, 8.0
+LEAST_READ_TOKENS = 8  # fewer tell about the engine's overhead alone
+MEDIAN_OF = 21
+TYPICAL_ANSWER_TOKENS = 128  # until answers have been seen
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """`size` is what the bucket goes by; `parts` are multiplied by the weights that are sought."""
+
+    parts: tuple[float, ...]
+    value: float
+    number: int
+
+    @property
+    def size(self) -> float:
+        return self.parts[0]
+
+
+class Fit:
+    """value = w0 * size + w1 * part1 + ..., all weights at least 0, fitted to the latest samples of every size.
+
+    The relative deviations are what is kept small, and their absolute values, not their squares: outliers do not pull.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._count = parts
+        self._buckets: dict[int, deque[_Sample]] = {}
+        self._weights: tuple[float, ...] | None = None
+        self._samples = 0
+        self._surprises: list[float] = []
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """None until the first sample."""
+        return self._weights
+
+    def predict(self, parts: Sequence[float]) -> float | None:
+        if self._weights is None:
+            return None
+        return sum(weight * part for weight, part in zip(self._weights, parts, strict=True))
+
+    def learn(self, parts: tuple[float, ...], value: float) -> None:
+        """Take a sample. What no engine can have measured is ignored."""
+        if not all(map(math.isfinite, (*parts, value))) or value <= 0 or parts[0] <= 0 or min(parts) < 0:
+            return
+        self._samples += 1
+        bucket = self._buckets.setdefault(
+            math.floor(BUCKETS_PER_OCTAVE * math.log2(parts[0])), deque(maxlen=SAMPLES_PER_BUCKET)
+        )
+        self._wonder(bucket, parts[0], value)
+        bucket.append(_Sample(parts, value, self._samples))
+        self._fit()
+
+    def _wonder(self, bucket: "deque[_Sample]", size: float, value: float) -> None:
+        """Notice that the engine has become another one: samples of known sizes that all disagree in one way."""
+        if len(bucket) < 2:
+            return
+        usual = statistics.median(sample.value / sample.size for sample in bucket)
+        off = math.log(value / size / usual)
+        if abs(off) < SURPRISE or (self._surprises and self._surprises[-1] * off < 0):
+            self._surprises.clear()
+        if abs(off) >= SURPRISE:
+            self._surprises.append(off)
+        if len(self._surprises) >= SURPRISES:
+            self._scale(math.exp(statistics.median(self._surprises)))
+
+    def _scale(self, factor: float) -> None:
+        """All that was seen before the surprises is taken to have changed by the same factor: the shape stays."""
+        since = self._samples - len(self._surprises)
+        for number, bucket in self._buckets.items():
+            self._buckets[number] = deque(
+                (
+                    sample if sample.number > since else _Sample(sample.parts, sample.value * factor, sample.number)
+                    for sample in bucket
+                ),
+                maxlen=SAMPLES_PER_BUCKET,
+            )
+        self._surprises.clear()
+
+    def _fit(self) -> None:
+        samples = list(chain.from_iterable(self._buckets.values()))
+        sizes = [sample.size for sample in samples]
+        spread = max(sizes) / min(sizes)
+        wanted = 1 if spread < SPREAD_FOR_TWO else 2 if spread < SPREAD_FOR_THREE else 3
+        count = min(wanted, self._count)
+        weights = [statistics.median(sample.value / sample.size for sample in samples)] + [0.0] * (count - 1)
+        for _ in range(ROUNDS if count > 1 else 0):
+            weights = _solve(self._rows(samples, weights, count), count)
+        self._weights = (*weights, *([0.0] * (self._count - count)))
+
+    def _rows(
+        self, samples: Iterable[_Sample], weights: Sequence[float], count: int
+    ) -> list[tuple[float, tuple[float, ...]]]:
+        """Each sample's weight in the next round, and its parts relative to its value."""
+        rows = []
+        for sample in samples:
+            parts = sample.parts[:count]
+            fitted = sum(w * part for w, part in zip(weights, parts, strict=True))
+            off = abs(math.log(fitted / sample.value)) if fitted > 0 else 1.0
+            recent = 0.5 ** ((self._samples - sample.number) / SAMPLE_HALF_LIFE)
+            rows.append((recent / max(off, 0.02), tuple(part / sample.value for part in parts)))
+        return rows
+
+
+def _solve(rows: Sequence[tuple[float, tuple[float, ...]]], count: int) -> list[float]:
+    """The weighted least squares of `sum(w * part) = 1`, with no weight below 0."""
+    matrix = [[sum(w * x[i] * x[j] for w, x in rows) for j in range(count)] for i in range(count)]
+    right = [sum(w * x[i] for w, x in rows) for i in range(count)]
+    for place in range(1, count):  # what little the samples tell apart goes to the slope
+        matrix[place][place] *= 1.001
+    kept = list(range(count))
+    while True:
+        found = _eliminate([[matrix[i][j] for j in kept] for i in kept], [right[i] for i in kept])
+        worst = min(range(len(kept)), key=found.__getitem__)
+        if found[worst] >= 0 or len(kept) == 1:
+            weights = [0.0] * count
+            for place, value in zip(kept, found, strict=True):
+                weights[place] = max(value, 0.0)
+            return weights
+        del kept[worst]
+
+
+def _eliminate(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gauss's way for a symmetric positive matrix of at most three rows; what it cannot tell is 0."""
+    size = len(right)
+    for pivot in range(size):
+        if matrix[pivot][pivot] <= 1e-300:
+            continue
+        for row in range(pivot + 1, size):
+            factor = matrix[row][pivot] / matrix[pivot][pivot]
+            right[row] -= factor * right[pivot]
+            for column in range(pivot, size):
+                matrix[row][column] -= factor * matrix[pivot][column]
+    found = [0.0] * size
+    for row in reversed(range(size)):
+        rest = right[row] - sum(matrix[row][column] * found[column] for column in range(row + 1, size))
+        found[row] = rest / matrix[row][row] if matrix[row][row] > 1e-300 else 0.0
+    return found
+
+
+class Median:
+    """The middle of the latest values; None until there is one."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=MEDIAN_OF)
+
+    def learn(self, value: float) -> None:
+        if math.isfinite(value) and value >= 0:
+            self._values.append(value)
+
+    @property
+    def value(self) -> float | None:
+        return statistics.median(self._values) if self._values else None
+
+
+def _span(start: int, count: int) -> tuple[float, float, float]:
+    """What reading depends on: tokens, what attention looks back on (in thousands), and that there is a reading."""
+    return float(count), count * (start + count / 2) / 1000, 1.0
+
+
+@dataclass(slots=True)
+class EngineSpeeds:
+    """One engine. Times are milliseconds, writing is milliseconds for a token."""
+
+    reading: Fit = field(default_factory=lambda: Fit(3))
+    writing: Median = field(default_factory=Median)
+    saving: Fit = field(default_factory=lambda: Fit(2))
+    restoring: Fit = field(default_factory=lambda: Fit(2))
+
+
+@dataclass(slots=True)
+class Speeds:
+    """All engines and pairs. What is not known yet is predicted as None."""
+
+    _engines: dict[str, EngineSpeeds] = field(default_factory=dict)
+    _sizes: dict[tuple[str, str], Fit] = field(default_factory=dict)
+    _added: dict[RouteKind, Fit] = field(default_factory=lambda: {kind: Fit(2) for kind in RouteKind})
+    _answer: Median = field(default_factory=Median)
+
+    def engine(self, name: str) -> EngineSpeeds:
+        return self._engines.setdefault(name, EngineSpeeds())
+
+    # -- learning ------------------------------------------------------------------------------------------------------
+
+    def learn_reading(self, engine: str, start: int, count: int, ms: float) -> None:
+        """The engine read `count` tokens after the first `start`."""
+        if count >= LEAST_READ_TOKENS:
+            self.engine(engine).reading.learn(_span(start, count), ms)
+
+    def learn_move(
+        self, source: str, target: str, tokens: int, session_bytes: int, save_ms: float, restore_ms: float
+    ) -> None:
+        """A session of `tokens` went from one engine to the other."""
+        self.engine(source).saving.learn((float(session_bytes), 1.0), save_ms)
+        self.engine(target).restoring.learn((float(session_bytes), 1.0), restore_ms)
+        self._sizes.setdefault((source, target), Fit(2)).learn((float(tokens), 1.0), float(session_bytes))
+
+    def learn(self, record: RequestRecord) -> None:
+        """A request has ended: take what its engines measured."""
+        figures, route, moved = record.figures, record.route, record.handover
+        if figures is None or route is None:
+            return
+        if not record.crowded:
+            self.learn_reading(record.engine, figures.cached_tokens, figures.read_tokens, figures.prompt_ms)
+        if figures.answer_tokens > 1 and figures.answer_ms > 0:
+            self.engine(record.engine).writing.learn(figures.answer_ms / figures.answer_tokens)
+        self._answer.learn(figures.answer_tokens)
+        if moved is not None and route.prefill_engine is not None:
+            tokens = moved.prefill_cached_tokens + moved.prefill_read_tokens
+            self.learn_reading(
+                route.prefill_engine, moved.prefill_cached_tokens, moved.prefill_read_tokens, moved.prefill_ms
+            )
+            self.learn_move(
+                route.prefill_engine, record.engine, tokens, moved.session_bytes, moved.save_ms, moved.restore_ms
+            )
+        if record.stream and not record.crowded and (added_ms := record.unexplained_ms) is not None:
+            kind = RouteKind.HANDOVER if moved is not None else RouteKind.LOCAL
+            self._added[kind].learn((float(route.prompt_tokens or 1), 1.0), max(added_ms, 0.01))
+
+    # -- predicting ----------------------------------------------------------------------------------------------------
+
+    def read_s(self, engine: str, start: int, count: int) -> float | None:
+        """Seconds to read `count` tokens after the first `start`."""
+        return 0.0 if count <= 0 else _seconds(self.engine(engine).reading.predict(_span(start, count)))
+
+    def session_bytes(self, source: str, target: str, tokens: int) -> int:
+        """How large a session file will be; 0 where nothing is known."""
+        sizes = self._sizes.get((source, target))
+        return 0 if sizes is None else int(sizes.predict((float(tokens), 1.0)) or 0)
+
+    def save_s(self, engine: str, session_bytes: int) -> float:
+        return _seconds(self.engine(engine).saving.predict((float(session_bytes), 1.0))) or 0.0
+
+    def restore_s(self, engine: str, session_bytes: int) -> float:
+        return _seconds(self.engine(engine).restoring.predict((float(session_bytes), 1.0))) or 0.0
+
+    def added_s(self, kind: RouteKind, tokens: int) -> float:
+        """What comes on top of the engines' own work: the proxy, HTTP, and the engine's tokenizing."""
+        return _seconds(self._added[kind].predict((float(max(tokens, 1)), 1.0))) or 0.0
+
+    def answer_tokens(self, limit: int | None) -> int:
+        """How long an answer will be, at most `limit`."""
+        usual = self._answer.value
+        length = TYPICAL_ANSWER_TOKENS if usual is None else round(usual)
+        return length if limit is None else min(length, limit)
+
+    def write_s(self, engine: str, tokens: int) -> float:
+        return tokens * (self.engine(engine).writing.value or 0.0) / 1000
+
+    # -- for people ----------------------------------------------------------------------------------------------------
+
+    def status(self, engine: str) -> dict[str, Any]:
+        """What is known of an engine: tokens and bytes a second."""
+        known = self.engine(engine)
+        writing = known.writing.value
+        return {
+            "reads_tokens_per_s": {
+                str(length): round(length / seconds, 1)
+                for length in (512, 2048, 8192)
+                if (seconds := self.read_s(engine, 0, length))
+            },
+            "writes_tokens_per_s": round(1000 / writing, 1) if writing else None,
+            "saves_bytes_per_s": _rate(known.saving),
+            "restores_bytes_per_s": _rate(known.restoring),
+        }
+
+    def pair_status(self, source: str, target: str) -> dict[str, Any]:
+        """What is known of a pair's session files."""
+        weights = (found.weights if (found := self._sizes.get((source, target))) else None) or (0.0, 0.0)
+        return {"bytes_per_token": round(weights[0], 1), "fixed_bytes": round(weights[1])}
+
+    def added_status(self) -> dict[str, Any]:
+        """The proxy's own part by route, for a prompt of 2048 tokens."""
+        return {kind.value: round(self.added_s(kind, 2048), 4) for kind in RouteKind}
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1000
+
+
+def _rate(fit: Fit) -> int | None:
+    return round(1000 / fit.weights[0]) if fit.weights and fit.weights[0] > 0 else None
