@@ -168,10 +168,11 @@ class Running:
         async with asyncio.timeout(WAIT_S), self.http.request(method, self.url + path, headers=sent) as answer:
             return Reply(answer.status, answer.headers, [await answer.read()])
 
-    async def record(self, count: int = 1) -> RequestRecord:
-        """The latest record, once this many requests have ended."""
-        await until(lambda: len(self.proxy.recent) >= count)
-        return self.proxy.recent[-1]
+    async def record(self, reply: Reply) -> RequestRecord:
+        """What the proxy noted of a request; that is complete a moment after the client has its answer."""
+        wanted = reply.headers["X-Request-Id"]
+        await until(lambda: any(record.request_id == wanted for record in self.proxy.recent))
+        return next(record for record in self.proxy.recent if record.request_id == wanted)
 
     async def metric(self, name: str, **labels: str) -> float:
         """The value of a metric; 0 where it was never counted."""

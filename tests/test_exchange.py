@@ -51,7 +51,7 @@ async def test_a_long_prompt_is_read_by_one_engine_and_answered_by_the_other(
     count = len(prompt_ids(asked))
     async with proxy(reader, writer) as p:
         reply = await p.ask(path, asked)
-        record = await p.record()
+        record = await p.record(reply)
     assert (reply.status, reply.way, reply.text) == (200, ("handover", "worth_moving"), right_text(asked))
     assert reply.streamed is stream
     assert [step for step in reader.steps() if step != "erase"] == ["prefill", "save"]
@@ -88,7 +88,7 @@ async def test_other_kinds_of_memory_are_handed_over(fake: Start, memory: str) -
     asked = body(CHAT, LONG)
     async with proxy(reader, writer) as p:
         reply = await p.ask(CHAT, asked)
-        record = await p.record()
+        record = await p.record(reply)
     assert (reply.text, record.effective) == (right_text(asked), True)
     assert writer.sent("decode")[0].read <= 6
 
@@ -99,7 +99,7 @@ async def test_the_headers_tell_the_way(fake: Start) -> None:
     costs = {f"X-Splitproxy-{name}" for name in ("Prefill-Ms", "Save-Ms", "Restore-Ms", "Session-Bytes")}
     async with proxy(reader, writer) as p:
         moved, short = await p.long(), await p.ask(CHAT, body(CHAT, "short"))
-        record = await p.record(2)
+        record = await p.record(short)
     assert costs <= moved.headers.keys()
     assert int(moved.headers["X-Splitproxy-Session-Bytes"]) > 1000
     assert not costs & short.headers.keys()
@@ -142,7 +142,7 @@ async def test_the_figures_are_those_of_the_whole_request(fake: Start, path: str
     async with proxy(reader, writer) as p:
         reader.knobs.read_tps = 20_000
         reply = await p.ask(path, asked)
-        record = await p.record()
+        record = await p.record(reply)
     split, timings = reply.last("split"), reply.timings
     assert record.handover is not None
     assert split == {
@@ -431,7 +431,7 @@ async def test_one_line_tells_a_request(fake: Start, caplog: pytest.LogCaptureFi
     reader, writer = await pair(fake)
     async with proxy(reader, writer) as p:
         reply = await p.long()
-        await p.record()
+        await p.record(reply)
     (line,) = [r.getMessage() for r in caplog.records if reply.headers["X-Request-Id"] in r.getMessage()]
     assert "200 ok, handover (worth_moving) on writer, " in line
     assert all(word in line for word in ("MiB saved in", "restored in", "reused", "read 1, wrote 12", "total"))
@@ -441,8 +441,7 @@ async def test_status_and_health_tell_the_pair(fake: Start) -> None:
     """Engines, pairs, books and the last requests are there to look at."""
     reader, writer = await pair(fake, slots=2, context=8192)
     async with proxy(reader, writer) as p:
-        await p.long()
-        await p.record()
+        await p.record(await p.long())
         await p.settled()
         status, health = (await p.get("/splitproxy/status")).json, await p.get("/health")
         assert p.pair() == (PairState.PROVEN, "")
@@ -496,7 +495,7 @@ async def test_a_waiting_stream_is_kept_alive(fake: Start, path: str) -> None:
     async with proxy(reader, writer, keep_alive_s=0.05) as p:
         reader.knobs.read_tps = 4000
         reply = await p.ask(path, asked)
-        record = await p.record()
+        record = await p.record(reply)
     assert (reply.status, reply.streamed, reply.text) == (200, True, right_text(asked))
     pings = reply.content.index(b"data: ") // len(b":\n\n")
     assert 3 <= pings <= 8
@@ -547,7 +546,7 @@ async def test_a_refusal_after_a_keep_alive_is_an_event(fake: Start) -> None:
     async with proxy(reader, writer, keep_alive_s=0.05) as p:
         writer.knobs.decode.delay_s, writer.knobs.decode.fail = 0.2, (400, "no such thing")
         reply = await p.ask(CHAT, body(CHAT, "Hello.", stream=True))
-        record = await p.record()
+        record = await p.record(reply)
     assert (reply.status, reply.content[:3]) == (200, b":\n\n")
     assert reply.error == {"code": 400, "message": "no such thing", "type": "invalid_request_error"}
     assert (record.status, record.outcome) == (400, "error")

@@ -96,7 +96,7 @@ async def test_a_failure_on_the_way_is_no_error(
     async with proxy(reader, writer, split=DEADLINES) as p:
         (reader if role == "prefill" else writer).knobs.update(once(knobs))
         reply = await p.ask(CHAT, asked)
-        record = await p.record()
+        record = await p.record(reply)
         assert (reply.status, reply.text) == (200, right_text(asked))
         assert (reply.way[0], reply.headers["X-Splitproxy-Fallback"]) == ("handover", f"{stage}:{reason}")
         assert (record.path, record.outcome) == ("fallback", "ok")
@@ -119,6 +119,7 @@ async def test_a_decode_engine_that_dies_at_the_restore_is_an_error(
         reply = await p.long(stream=stream)
         assert (reply.status, reply.json["error"]["type"]) == (503, "unavailable_error")
         assert int(reply.headers["Retry-After"]) > 0
+        await p.record(reply)
         assert len(lines()) == 1
         assert p.files() == []
         await recovered(p)
@@ -188,7 +189,7 @@ async def test_a_decode_engine_that_fails_before_its_first_byte(
     async with proxy(reader, writer) as p:
         writer.knobs.update(once({"decode": knobs}))
         reply = await p.ask(path, {**asked, "stream": stream})
-        record = await p.record()
+        record = await p.record(reply)
         if "fail" in knobs:
             assert (reply.status, reply.json["error"]["message"]) == (500, "broken")
         else:
@@ -211,7 +212,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(
     async with proxy(reader, writer, split=DEADLINES) as p:
         writer.knobs.update(once({"decode": knobs}))
         reply = await p.ask(CHAT, asked)
-        record = await p.record()
+        record = await p.record(reply)
         assert (reply.status, reply.text) == (200, right_text(asked, 3))
         assert reply.error is not None
         assert reply.error["code"] == (504 if "stall_after" in knobs else 502)
@@ -227,7 +228,7 @@ async def test_an_error_event_of_the_engine_is_passed_on(fake: Start, lines: Cal
     async with proxy(reader, writer) as p:
         writer.knobs.update(once({"decode": {"error_after": 3}}))
         reply = await p.ask(CHAT, asked)
-        record = await p.record()
+        record = await p.record(reply)
         assert reply.error == {"code": 500, "message": "the engine failed on purpose", "type": "server_error"}
         assert (record.outcome, len(lines())) == ("error", 1)
         assert (await p.ask(CHAT, asked)).way == ("handover", "worth_moving")
