@@ -9,7 +9,7 @@ import itertools
 import os
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -77,19 +77,33 @@ def symbols_by_byte() -> dict[int, str]:
     return {byte: symbol for symbol, byte in byte_symbols().items()}
 
 
-def words_of_ranks(ranks: dict[bytes, int], specials: Sequence[str], **rest: Any) -> Words:
-    """A vocabulary of ranks, with the merges behind it: each word's last one, found by the ranks below its own."""
-    known: dict[bytes, int] = {word: rank for word, rank in ranks.items() if len(word) == 1}
-    merges = []
+def words_of_ranks(ranks: dict[bytes, int], specials: Sequence[str], *, all_pairs: bool, **rest: Any) -> Words:
+    """A vocabulary of ranks, with the merges behind it as converters make them.
+
+    For each word its last merge, found by the ranks below its own; or, with `all_pairs`, every pair that spells it.
+    """
     ordered = sorted(ranks, key=ranks.__getitem__)
-    for word in ordered:
-        if len(word) > 1:
-            left, right = parts(word, known)
-            merges.append(f"{spelled(left)} {spelled(right)}")
-            known[word] = ranks[word]
+    find = _all_pairs if all_pairs else _last_pair
+    merges = [f"{spelled(left)} {spelled(right)}" for left, right in find(ordered, ranks)]
     tokens = [*map(spelled, ordered), *specials]
     types = [NORMAL] * len(ordered) + [CONTROL] * len(specials)
     return Words(tokens, types, merges, **rest)
+
+
+def _last_pair(ordered: Sequence[bytes], ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    known = {word: ranks[word] for word in ordered if len(word) == 1}
+    for word in ordered:
+        if len(word) > 1:
+            left, right = parts(word, known)
+            known[word] = ranks[word]
+            yield left, right
+
+
+def _all_pairs(ordered: Sequence[bytes], ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    for word in ordered:
+        pairs = ((word[:cut], word[cut:]) for cut in range(1, len(word)))
+        known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
+        yield from sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
 def wheel_ranks(wheel: ModelWheel) -> tuple[dict[bytes, int], Path]:
@@ -103,13 +117,14 @@ def wheel_ranks(wheel: ModelWheel) -> tuple[dict[bytes, int], Path]:
 @cache
 def qwen() -> Words:
     keys = (("eos_token_id", 151643), ("add_bos_token", False))
-    return words_of_ranks(wheel_ranks(QWEN)[0], QWEN_SPECIALS, pre="qwen2", name="qwen", keys=keys)
+    return words_of_ranks(wheel_ranks(QWEN)[0], QWEN_SPECIALS, all_pairs=False, pre="qwen2", name="qwen", keys=keys)
 
 
 @cache
 def llama3() -> Words:
     keys = (("bos_token_id", 128000), ("eos_token_id", 128009), ("add_bos_token", True))
-    return words_of_ranks(wheel_ranks(LLAMA3)[0], LLAMA3_SPECIALS, pre="llama-bpe", name="llama3", keys=keys)
+    ranks = wheel_ranks(LLAMA3)[0]
+    return words_of_ranks(ranks, LLAMA3_SPECIALS, all_pairs=True, pre="llama-bpe", name="llama3", keys=keys)
 
 
 # One character of each sort that a rule of some family knows.

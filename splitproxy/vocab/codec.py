@@ -108,7 +108,8 @@ def _ranks_and_ids(vocabulary: Vocabulary) -> tuple[dict[bytes, int], list[int] 
     # tiktoken takes a piece that has a rank as it stands. So a word that no merge reaches has a rank only in a family
     # that does the same; and there merging must not come upon it.
     if vocabulary.pattern.whole_words:
-        unreached = [word for word in words if word not in ranks]
+        special = {text.encode() for text in vocabulary.special}
+        unreached = [word for word in words if word not in ranks and word not in special]
         if any(len(parts(word, ranks)) == 2 for word in unreached):
             raise UnsupportedVocabulary("it holds words that are whole in a text of their own alone")
         last = max(ranks.values())

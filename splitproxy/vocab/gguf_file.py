@@ -137,7 +137,7 @@ def _vocabulary(values: dict[str, Any]) -> Vocabulary:
     if len(types) < len(tokens):
         raise BrokenFile(f"has {len(tokens)} tokens, but {len(types)} token types")
     special = _special(tokens, types, get)
-    words = {word: token for token, text in enumerate(tokens) if text not in special and (word := word_bytes(text))}
+    words = {word: token for token, text in enumerate(tokens) if (word := word_bytes(text))}
     return Vocabulary(words, list(_pairs(merges)), special, pattern, _ends(get, len(tokens), begins=pattern.begins))
 
 

@@ -43,7 +43,7 @@ def read(path: Path, family: str) -> Vocabulary:
     listed = _table(model.get("vocab"), "model.vocab")
     if not all(type(token) is int and token >= 0 for token in listed.values()):
         raise BrokenFile("holds an id in model.vocab that is no number")
-    words = {word: token for text, token in listed.items() if text not in special and (word := word_bytes(text))}
+    words = {word: token for text, token in listed.items() if (word := word_bytes(text))}
     ends = _ends(file.get("post_processor"), special)
     return Vocabulary(words, list(_pairs(model.get("merges"))), special, pattern, ends)
 
