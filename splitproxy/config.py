@@ -76,6 +76,8 @@ class Split(Table):
 
     policy: Policy = Policy.THRESHOLD
     min_prompt_tokens: Count = 2048
+    force_handover_tokens: Count = 0
+    stall_weight: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)] = 1.0
     on_prefill_failure: Literal["local", "reject"] = "local"
     dir: Text = ""
     max_session_mib: Count = 0

@@ -71,6 +71,15 @@ class PairState(StrEnum):
     SWITCHED_OFF = "switched_off"  # handovers succeeded but nothing was reused
 
 
+class InVain(StrEnum):
+    """Why a session that was restored was likely read again all the same. A metric label, so the list is closed."""
+
+    TEMPLATE_DRIFT = "template_drift"  # the decode engine read another text than was counted
+    CLEARED_SLOTS = "cleared_slots"  # it clears slots that are idle while others work
+    NO_CHECKPOINTS = "no_checkpoints"  # a sliding window or recurrent state that cannot be taken up again
+    OTHER_TRAFFIC = "other_traffic"
+
+
 class Outcome(StrEnum):
     """How a request ended for the client."""
 
@@ -257,6 +266,7 @@ class Route:
     predicted_local_s: float | None = None  # until the first token, from the decision on
     predicted_handover_s: float | None = None  # the same, by the cheapest pair
     stall_s: float = 0.0  # for which running answers, taken together, would stand still if it were read locally
+    prefill_read_s: float | None = None  # the prefill engine's part
 
     @property
     def predicted_s(self) -> float | None:
@@ -309,6 +319,7 @@ class RequestRecord:
     gaps_ms: tuple[float, ...] = ()
     decided_ms: float | None = None  # when the route was chosen
     crowded: bool = False  # the decode engine read for others at the same time: its figures tell of both
+    in_vain: InVain | None = None  # the likely cause, of a handover that was
 
     @property
     def path(self) -> str:

@@ -134,6 +134,7 @@ def _route(
         None if local is None else local.first_token_s,
         min(moves, default=None),
         _stall_s(writer),
+        None if reader is None else reader.read_s,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from splitproxy.errors import Step
 from splitproxy.handover import Handover, Stage
-from splitproxy.model import Api, Figures, Outcome, RequestRecord, Route
+from splitproxy.model import Api, Figures, InVain, Outcome, RequestRecord, Route
 
 _EFFECTIVE = {Stage.PROVEN: True, Stage.INEFFECTIVE: False}
 
@@ -34,6 +34,9 @@ class Trace:
     reasoned: bool = False
     answered: bool = False  # the engine's answer has ended; whatever comes after cannot spoil it
     mistaken: bool = False
+    decided: float | None = None
+    crowded: bool = False
+    in_vain: InVain | None = None
     handover: Handover | None = None
     gaps_ms: list[float] = field(default_factory=list)
 
@@ -55,6 +58,10 @@ class Trace:
             yield
         finally:
             self.tokenize_s += time.perf_counter() - start
+
+    def decide(self, route: Route) -> None:
+        """The route is chosen."""
+        self.route, self.decided = route, time.perf_counter()
 
     def start_decode(self) -> None:
         """The decode engine gets the request."""
@@ -94,4 +101,7 @@ class Trace:
             mistaken=self.mistaken,
             failure=None if handover is None else handover.failure,
             gaps_ms=tuple(self.gaps_ms),
+            decided_ms=None if self.decided is None else 1000 * (self.decided - self.start),
+            crowded=self.crowded,
+            in_vain=self.in_vain,
         )
