@@ -1,7 +1,7 @@
 """What splitproxy asks of an engine, whatever its kind. Handover and exchange know engines through this alone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -61,6 +61,14 @@ class Sample:
     figures: Figures
 
 
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """What a slot does at the moment. `filled` counts the tokens it holds, prompt and answer, as far as is told."""
+
+    busy: bool
+    filled: int
+
+
 class Engine(Protocol):
     """One engine server. Every method but `health` raises EngineError when the engine does not do as asked.
 
@@ -99,8 +107,12 @@ class Engine(Protocol):
         """Empty a slot."""
         ...
 
-    async def is_busy(self, slot: int | None) -> bool:
-        """Whether the slot is working; None asks for any slot."""
+    async def slots(self) -> Mapping[int, SlotState]:
+        """What each slot does, by number. Not to be asked more often than `watch` does."""
+        ...
+
+    async def newest_task(self) -> int | None:
+        """The slot that was given work last; None where no slot ever was."""
         ...
 
     def abort(self) -> None:

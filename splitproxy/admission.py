@@ -185,6 +185,12 @@ class Admission:
         self._ledger.erased(lease, emptied)
         self.pump()
 
+    def settle(self, lease: Lease, chosen: int) -> Lease:
+        """The engine has chosen a slot for a request that had it alone: the other slots can be had again."""
+        settled = self._ledger.settle(lease, chosen)
+        self.pump()
+        return settled
+
     def release(self, lease: Lease, holding: Holding | None = None) -> None:
         """End a lease and let the next one in."""
         self._ledger.release(lease, holding)

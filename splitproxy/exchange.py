@@ -5,16 +5,19 @@ It speaks to engines through adapters and to the client through a Sink, and know
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
 from splitproxy.adapter import Answer, Call, Deadlines, Engine
 from splitproxy.admission import Admission, Turn
+from splitproxy.answer_ids import IdReader
 from splitproxy.client import Client, ClientLeft, Sink
-from splitproxy.errors import Cause, EngineError, Fault, RequestError, Step
+from splitproxy.errors import Cause, EngineError, Fault, RequestError, SplitproxyError, Step
 from splitproxy.figures import FigureReader, whole_request
 from splitproxy.fleet import Fleet
+from splitproxy.growth import Share
 from splitproxy.handover import Handover, Stage
 from splitproxy.ledger import NOTHING, Holding, Lease, Ledger, Reservation
 from splitproxy.model import Api, Ask, HandoverFigures, Outcome, RequestRecord, Role, Route, Tokens
@@ -27,12 +30,17 @@ from splitproxy.wire import pin, to_client, to_engine
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
-GROWTH_TOKENS = 512
+REROUTES = 3  # at most, for one request
+STALE_TOKENS = 256  # that a slot held when a request was routed, and holds no more when the request's turn comes
 # A slot that reuses less than an eighth of what it was believed to hold was not what it was taken for: the engine was
 # restarted or used by others. Models with a sliding window or a recurrent state lose some, but never that much.
 MISTAKE_TOKENS = 256
 MISTAKE_FACTOR = 8
 BYTES_PER_TOKEN_GUESS = 3  # of a body that was not tokenized, for the pool's books
+
+
+class StaleRoute(SplitproxyError):  # noqa: N818 - no error for anybody
+    """While a request waited, another took the slot that held its conversation: it must be routed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +93,9 @@ class Exchange:
             request_id=incoming.request_id,
         )
         try:
-            async with client:
-                turn, deadline = self.admission.turn(incoming.client), self.queue_deadline()
-                await _Request(self, incoming, ask, client, trace, turn, deadline).serve()
+            with self.admission.turn(incoming.client) as turn:
+                async with client:
+                    await _Request(self, incoming, ask, client, trace, turn).serve()
         except (RequestError, EngineError) as error:
             trace.outcome = Outcome.ERROR
             trace.status = await self.refuse(client, error, trace.engine, incoming.request_id)
@@ -101,13 +109,31 @@ class Exchange:
     async def forward(self, incoming: Incoming, sink: Sink, *, api: Api, takes_slots: bool) -> None:
         """Pass any other request on to a decode engine, which it gets to itself if it may take slots."""
         client = Client(sink, api, stream=False, keep_alive_s=0, request_id=incoming.request_id)
-        engine, lease, finished = "", None, False
+        tried: list[str] = []
         try:
-            engine = self.decode_engines()[0]
-            if takes_slots:
-                turn, claim = self.admission.turn(incoming.client), self.ledger.claim_engine
-                lease = await self.admission.acquire(Role.DECODE, None, claim, self.queue_deadline(), turn=turn)
-                engine = lease.engine
+            with self.admission.turn(incoming.client) as turn:
+                while True:
+                    try:
+                        await self._forward(incoming, client, turn if takes_slots else None, tried)
+                        return
+                    except EngineError as error:
+                        if client.committed or not set(self.ledger.ready(Role.DECODE)) - set(tried):
+                            raise
+                        log.warning("decode engine %s failed, another takes over: %s", tried[-1], error)
+                        self.fleet.suspect(tried[-1])
+        except (RequestError, EngineError) as error:
+            await self.refuse(client, error, tried[-1] if tried else "", incoming.request_id)
+
+    async def _forward(self, incoming: Incoming, client: Client, turn: Turn | None, tried: list[str]) -> None:
+        """Have an engine answer that has not been tried; with a turn, when it is that request's and no other's."""
+        engines, lease, finished = [name for name in self.decode_engines() if name not in tried], None, False
+        engine = max(engines or self.decode_engines(), key=self._idleness)
+        if turn is not None:
+            claim, deadline = self.ledger.claim_engine, self.queue_deadline(0.0)
+            lease = await self.admission.acquire(Role.DECODE, engine, claim, deadline, turn=turn, avoid=tried)
+            engine = lease.engine
+        tried.append(engine)
+        try:
             call = incoming.call(incoming.body or None)
             async with self.fleet.engine(engine).call(call, self.settings.deadlines) as answer:
                 headers = to_client(answer.headers)
@@ -116,11 +142,12 @@ class Exchange:
                     await client.relay(chunk)
                 finished = True
                 await client.finish()
-        except (RequestError, EngineError) as error:
-            await self.refuse(client, error, engine, incoming.request_id)
         finally:
             if lease is not None:
                 self.fleet.end(lease, quiet=finished)
+
+    def _idleness(self, engine: str) -> int:
+        return self.ledger.count(engine).free - self.admission.waiting_for(engine)
 
     async def refuse(self, client: Client, error: RequestError | EngineError, engine: str, request_id: str) -> int:
         """Tell the client that there is no answer; the status that it gets, or would have got."""
@@ -138,9 +165,9 @@ class Exchange:
             raise RequestError(Fault.NO_DECODE_ENGINE, "no decode engine is ready", retry_after_s=RETRY_AFTER_S)
         return ready
 
-    def queue_deadline(self) -> float:
-        """When a request that comes now has waited long enough, on the loop's clock."""
-        return asyncio.get_running_loop().time() + self.settings.queue_timeout_s
+    def queue_deadline(self, waited_s: float) -> float:
+        """When a request that has waited so long already has waited long enough, on the loop's clock."""
+        return asyncio.get_running_loop().time() + self.settings.queue_timeout_s - waited_s
 
 
 @dataclass(slots=True)
@@ -153,13 +180,21 @@ class _Request:
     client: Client
     trace: Trace
     turn: Turn
-    deadline: float
     tokens: Tokens | None = None  # None: not known
-    written: int = 0  # events of the answer
-    reserved: int = 0  # cells of the pool that the answer may fill
+    ids: IdReader = field(default_factory=IdReader)  # of the answer, where the API gives them
+    filled: int = 0  # cells of the pool that the answer may have filled
+    reroutes: int = 0
     tried: set[str] = field(default_factory=set)  # decode engines that failed this request before its first byte
 
     async def serve(self) -> None:
+        while True:
+            try:
+                await self._serve()
+                return
+            except StaleRoute:
+                self.reroutes += 1
+
+    async def _serve(self) -> None:
         route = self.trace.route = await self._route()
         if route.prefill_engine is None or self.tokens is None:
             await self._answer(route)
@@ -184,7 +219,7 @@ class _Request:
         exchange, rules = self.exchange, self.exchange.settings.rules
         splittable = self.ask.not_splittable is None
         short = splittable and surely_shorter(self.ask, rules.floor, exchange.fleet.template_bytes)
-        if splittable and not (short and exchange.ledger.indifferent()):
+        if self.tokens is None and splittable and not (short and exchange.ledger.indifferent()):
             await self._tokenize()
         exchange.decode_engines()
         decode, prefill = exchange.fleet.views(self.tokens)
@@ -194,14 +229,16 @@ class _Request:
     async def _tokenize(self) -> None:
         """Learn the prompt's ids, if they can be had."""
         self.trace.step = Step.TOKENIZE.value
-        engine = self.exchange.fleet.engine(self.exchange.decode_engines()[0])
-        try:
-            with self.trace.tokenizing():
-                self.tokens = await self.exchange.tokenizer.tokens(self.ask, engine)
-        except EngineError as error:
-            # A refusal is about this request: the engine will tell the client itself.
-            if error.cause is not Cause.REFUSED:
-                log.warning("cannot tokenize: %s", error)
+        for name in self.exchange.decode_engines():
+            try:
+                with self.trace.tokenizing():
+                    self.tokens = await self.exchange.tokenizer.tokens(self.ask, self.exchange.fleet.engine(name))
+                return
+            except EngineError as error:
+                if error.cause is Cause.REFUSED:
+                    return  # a refusal is about this request: the engine will tell the client itself
+                log.warning("cannot tokenize with %s: %s", name, error)
+                self.exchange.fleet.suspect(name)
 
     async def _read_ahead(self, handover: Handover) -> None:
         """Have the prefill engine read the prompt and save its session. A failure is noted in the handover."""
@@ -227,6 +264,9 @@ class _Request:
             fleet.end(lease, quiet=taken or _has_answered(handover), holding=read)
         if not taken:
             fleet.suspect(handover.source.name)
+        elif handover.ticket is not None and _is_mistake(lease, handover.ticket.cached_tokens, len(self.prefix)):
+            trace.mistaken = True
+            fleet.distrust(handover.source.name)
 
     @property
     def known(self) -> Tokens:
@@ -245,9 +285,10 @@ class _Request:
         return await self._lease(Role.PREFILL, source.name, claim, bound=True)
 
     async def _lease(self, role: Role, engine: str, claim: Callable[[str], Lease | None], *, bound: bool) -> Lease:
-        acquire = self.exchange.admission.acquire
+        acquire, deadline = self.exchange.admission.acquire, self.exchange.queue_deadline(self.trace.queue_s)
+        avoid = self.tried if role is Role.DECODE else ()
         with self.trace.waiting():
-            return await acquire(role, engine, claim, self.deadline, turn=self.turn, bound=bound)
+            return await acquire(role, engine, claim, deadline, turn=self.turn, bound=bound, avoid=avoid)
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
@@ -284,33 +325,65 @@ class _Request:
             # A request for several answers has the whole engine; its first answer takes the first slot.
             call = self.incoming.call(pin(self.ask, lease.slot or 0), streams=self.ask.stream)
             trace.start_decode()
-            self.written, self.reserved = 0, lease.cells
-            async with exchange.fleet.engine(lease.engine).call(call, exchange.settings.deadlines) as answer:
-                await self._relay(answer, route, lease)
+            self.ids = IdReader()
+            calling = exchange.fleet.engine(lease.engine).call(call, exchange.settings.deadlines)
+            async with self._pool_share(lease) as share, calling as answer:
+                lease = share.lease = await exchange.fleet.settle(lease)
+                self._require_ready(answer)
+                await self._relay(answer, route, share)
             if self.tokens is None and self.ask.not_splittable is None and trace.figures is not None:
                 await self._tokenize()  # the client has its answer; the next turn wants to know
         finally:
             self._judge(lease)
-            exchange.fleet.end(lease, quiet=trace.answered, holding=self._holding(lease))
+            exchange.fleet.end(lease, quiet=trace.answered, holding=self._holding())
+
+    @asynccontextmanager
+    async def _pool_share(self, lease: Lease) -> AsyncIterator[Share]:
+        """The answer's share of the pool while it runs; followed where nobody knows how large it will be."""
+        fleet = self.exchange.fleet
+        share = Share(lease, self.prompt_tokens, self.exchange.ledger, fleet.watch(lease.engine), fleet.erase)
+        bounded = self.ask.max_tokens is not None and self.tokens is not None
+        try:
+            async with nullcontext() if bounded or lease.slot is None else share.followed():
+                yield share
+        finally:
+            self.filled = share.cells
+
+    def _require_ready(self, answer: Answer) -> None:
+        """An engine that loads its model again answers nothing else; where there is another, that one shall answer."""
+        if answer.status == 503 and len(self.exchange.ledger.ready(Role.DECODE)) > 1:
+            raise EngineError(Step.DECODE, Cause.REFUSED, "the engine is not ready", status=503)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has, or an estimate."""
+        return len(self.known) if self.tokens is not None else len(self.ask.body) // BYTES_PER_TOKEN_GUESS
 
     async def _decode_lease(self, route: Route) -> Lease:
-        ledger = self.exchange.ledger
-        count = len(self.known) if self.tokens is not None else len(self.ask.body) // BYTES_PER_TOKEN_GUESS
+        ledger, count = self.exchange.ledger, self.prompt_tokens
         wanted = self.ask.max_tokens
         growth = self.exchange.settings.reserve_tokens if wanted is None else wanted
 
         def claim(engine: str) -> Lease | None:
-            if engine in self.tried:
-                return None
             if self.ask.answers > 1:
                 return ledger.claim_engine(engine)
-            return ledger.claim(engine, self.known, count, growth)
+            if self._is_stale(route, engine):
+                raise StaleRoute
+            return ledger.claim(engine, self.known, count, growth, alone=not self.ask.pinned)
 
-        # A conversation waits for the engine that holds it; what no engine holds goes wherever a slot is free.
-        held = route.held_tokens or 0
-        lease = await self._lease(Role.DECODE, route.decode_engine, claim, bound=2 * held >= max(count, 1))
+        # A conversation waits for the engine that holds it; what no engine holds goes wherever a slot is free. Who needs
+        # a whole engine waits for one alone: it would keep all the others from being used as well.
+        bound = 2 * (route.held_tokens or 0) >= max(count, 1) or self.ask.answers > 1
+        lease = await self._lease(Role.DECODE, route.decode_engine, claim, bound=bound)
         self.trace.engine = lease.engine
         return lease
+
+    def _is_stale(self, route: Route, engine: str) -> bool:
+        """Whether what made this request stay on the decode engine is gone: reading it there would now hurt others."""
+        ledger = self.exchange.ledger
+        if self.trace.handover is not None or self.reroutes >= REROUTES or not ledger.count(engine).free:
+            return False
+        return (route.held_tokens or 0) - ledger.held(engine, self.known) > STALE_TOKENS
 
     async def _restore(self, lease: Lease) -> bool:
         """Prepare the slot. False where the slot is not fit for use and another must be claimed."""
@@ -338,7 +411,7 @@ class _Request:
         self.trace.step = Step.RESTORE.value
         return await handover.redeem(fleet.engine(lease.engine), lease.number) or _has_answered(handover)
 
-    async def _relay(self, answer: Answer, route: Route, lease: Lease) -> None:
+    async def _relay(self, answer: Answer, route: Route, share: Share) -> None:
         """Pass the answer on as it comes, and read its figures on the way."""
         trace, handover, client = self.trace, self.trace.handover, self.client
         cost = handover.figures() if handover is not None and handover.stage is Stage.RESTORED else None
@@ -348,11 +421,14 @@ class _Request:
         trace.status = answer.status
         await client.begin(answer.status, headers, length=_length(answer), one_piece=one_piece)
         async for chunk in answer.chunks():
-            trace.chunk()
-            if handover is not None:
-                handover.answering()
+            if not _is_comment(chunk):
+                trace.chunk()
+                if handover is not None:
+                    handover.answering()
             await client.relay(reader.feed(chunk))
-            await self._grow(lease, chunk)
+            if self.ask.api is Api.NATIVE:
+                self.ids.feed(chunk)
+            await share.written(chunk.count(b"\n\n"))  # an event is about a token
         trace.answered = True
         if answer.status >= 400 or reader.failed:
             trace.outcome = Outcome.ERROR
@@ -360,32 +436,19 @@ class _Request:
         await client.relay(reader.close())
         await client.finish()
 
-    async def _grow(self, lease: Lease, chunk: bytes) -> None:
-        """An answer that outgrows its reservation gets more of the pool, before it would fail every other answer."""
-        self.written += chunk.count(b"\n\n")  # an event is about a token
-        needed = len(self.known) + self.written
-        if needed <= self.reserved:
-            return
-        self.reserved = max(needed, lease.cells) + GROWTH_TOKENS
-        if (erase := self.exchange.ledger.grow(lease, self.reserved)) is None:
-            raise RequestError(Fault.OUT_OF_ROOM, "the answer outgrew the decode engine's memory; set max_tokens")
-        await self.exchange.fleet.erase(lease.engine, erase)
-
     def _judge(self, lease: Lease) -> None:
         """Compare what was believed of the slot, or handed over, with what the decode engine says it reused."""
         handover, figures = self.trace.handover, self.trace.figures
-        if figures is not None and handover is None and self.tokens is not None:
-            believed = min(lease.held, len(self.tokens) - 1)
-            if believed > MISTAKE_TOKENS and MISTAKE_FACTOR * figures.cached_tokens < believed:
-                self.trace.mistaken = True
-                self.exchange.ledger.distrust(lease.engine)
+        if figures is not None and handover is None and _is_mistake(lease, figures.cached_tokens, len(self.known) - 1):
+            self.trace.mistaken = True
+            self.exchange.fleet.distrust(lease.engine)
         if figures is None or handover is None or handover.stage is not Stage.ANSWERING or handover.ticket is None:
             return
         proven = handover.prove(figures.cached_tokens)
         bytes_per_token = handover.ticket.session_bytes / handover.ticket.tokens
         self.exchange.fleet.judge(handover.source.name, lease.engine, proven, bytes_per_token)
 
-    def _holding(self, lease: Lease) -> Holding | None:
+    def _holding(self) -> Holding | None:
         """What the slot is left with, as far as it is certain."""
         trace, figures, tokens = self.trace, self.trace.figures, self.tokens
         if figures is None or trace.status != 200:
@@ -393,12 +456,15 @@ class _Request:
             # of the engine's own nothing is.
             was_read = trace.first_byte is not None and trace.status == 200 and trace.outcome is Outcome.OK
             was_read = was_read and not self.ask.progress
-            return Holding(tokens, occupied=lease.cells) if was_read and tokens is not None else None
+            return Holding(tokens, occupied=self.filled) if was_read and tokens is not None else None
         prompt_tokens = figures.cached_tokens + figures.read_tokens
         occupied = prompt_tokens + figures.answer_tokens
         if tokens is None or len(tokens) != prompt_tokens:
             return Holding(occupied=occupied)  # the engine read another prompt than was counted here
         # The last token of an answer is never evaluated. Templates drop reasoning from history: not to be believed.
+        if not self.ask.progress and (ids := self.ids.ids(figures.answer_tokens)) is not None:
+            exact = Tokens.from_bytes(tokens.to_bytes() + ids.head(len(ids) - 1).to_bytes())
+            return Holding(exact, occupied=occupied)
         return Holding(tokens, 0 if trace.reasoned else max(figures.answer_tokens - 1, 0), occupied)
 
 
@@ -419,6 +485,18 @@ def _headers(trace: Trace, route: Route, cost: HandoverFigures | None) -> list[t
             ("X-Splitproxy-Session-Bytes", str(cost.session_bytes)),
         ]
     return headers
+
+
+def _is_comment(chunk: bytes) -> bool:
+    """Whether a piece of a stream only says that the engine lives."""
+    return chunk.startswith(b":") and not chunk.strip(b":\r\n ")
+
+
+def _is_mistake(lease: Lease, cached_tokens: int, prompt_tokens: int) -> bool:
+    """Whether a slot held much less than was believed. A prompt that leaves a conversation in its middle proves
+    nothing: some kinds of memory keep only the end."""
+    believed = min(lease.held, prompt_tokens) if lease.continues else 0
+    return believed > MISTAKE_TOKENS and MISTAKE_FACTOR * cached_tokens < believed
 
 
 def _length(answer: Answer) -> int | None:

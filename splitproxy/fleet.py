@@ -19,6 +19,7 @@ from splitproxy.errors import Cause, EngineError, RequestError
 from splitproxy.ledger import EMPTY, NOTHING, Holding, Lease, Ledger
 from splitproxy.model import DecodeView, EngineState, Identity, PairState, PrefillView, Role, Tokens
 from splitproxy.probe import SAME_MODEL, Probe, Report, compare
+from splitproxy.watch import SlotWatch
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,8 @@ SWEEP_INTERVAL_S = 10.0
 PROBE_RETRY_S = 60.0
 PROBE_WAIT_S = 600.0
 INEFFECTIVE_LIMIT = 3
-# A look at the slots right after a cut-off, then slower than the engine's own one-second poll for clients that left:
-# looking more often would keep that poll from ever coming due.
-QUIET_LOOKS_S = (0.25, 1.25, 1.5)
+IDENTIFY_INTERVAL_S = 5.0  # at most so often is an engine that went wrong asked again what it is
+QUIET_LOOKS_S = (0.25, 1.25, 1.5)  # when a slot whose request was cut off is looked at
 
 
 @dataclass(slots=True)
@@ -47,7 +47,13 @@ class Member:
     backlog_tokens: int = 0  # of prompts that a prefill engine is reading or has yet to read
     looks: int = 0
     failures: int = 0  # in a row
+    doubted: bool = False  # something went wrong since it was identified: it may be another one by now
+    identified: float = 0.0  # when, on the loop's clock
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
+    watch: SlotWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = SlotWatch(self.engine)
 
 
 @dataclass(slots=True)
@@ -105,6 +111,9 @@ class Fleet:
 
     def engine(self, name: str) -> Engine:
         return self.members[name].engine
+
+    def watch(self, name: str) -> SlotWatch:
+        return self.members[name].watch
 
     @property
     def template_bytes(self) -> int:
@@ -200,7 +209,14 @@ class Fleet:
 
     def suspect(self, name: str) -> None:
         """A call to this engine went wrong: look at it now rather than at the next turn."""
+        self.members[name].doubted = True
         self.members[name].nudge.set()
+
+    def distrust(self, name: str) -> None:
+        """This engine did not hold what was believed: it was restarted, slept, or is used by others. Forget it all."""
+        log.warning("engine %s has lost what it held; does anything else use it, does it sleep or restart?", name)
+        self._ledger.distrust(name)
+        self.suspect(name)
 
     async def _watch(self, member: Member) -> None:
         while True:
@@ -217,6 +233,8 @@ class Fleet:
             member.failures = 0
             if member.state is not EngineState.READY:
                 await self._welcome(member)
+            elif member.doubted:
+                await self._recognise(member)
             return
         member.failures += 1
         if member.state is EngineState.READY:
@@ -226,6 +244,20 @@ class Fleet:
             self._part(member, seen)
         member.state = seen
         member.fault = "is loading" if seen is EngineState.LOADING else "does not answer"
+
+    async def _recognise(self, member: Member) -> None:
+        """The engine is up, but may have been restarted between two looks, even as another one."""
+        now = asyncio.get_running_loop().time()
+        if now - member.identified < IDENTIFY_INTERVAL_S:
+            return  # later
+        try:
+            identity = await member.engine.identify()
+        except EngineError:
+            return
+        member.doubted, member.identified = False, now
+        if identity != member.identity:
+            self._part(member, EngineState.DOWN)
+            await self._welcome(member)
 
     async def _welcome(self, member: Member) -> None:
         """The engine is up, for the first time or again: learn what it is, and believe nothing of before."""
@@ -238,6 +270,7 @@ class Fleet:
             member.fault = str(error)
             return
         member.identity, member.state, member.fault = identity, EngineState.READY, ""
+        member.doubted, member.identified = False, asyncio.get_running_loop().time()
         self._ledger.open(member.engine.name, member.role, identity.slots, identity.context)
         log.info(
             "%s engine %s is ready: %d slots, context %d, build %s",
@@ -272,7 +305,7 @@ class Fleet:
                 continue
             asked = loop.time()
             try:
-                await member.engine.is_busy(None)
+                await member.watch.look()
                 silent_since = None
             except EngineError:
                 silent_since = silent_since or asked
@@ -358,6 +391,7 @@ class Fleet:
         try:
             if write.engine != target.name:
                 return Report()
+            await self.make_room(read)
             await self.make_room(write)
             report = await Probe(source, target, read.number, write.number, self._deadlines).run(tokens)
             return report
@@ -385,13 +419,31 @@ class Fleet:
 
     async def make_room(self, lease: Lease) -> None:
         """Erase the idle slots that a lease needs out of its way."""
-        await self.erase(lease.engine, lease.erase)
+        await self.erase(lease, lease.erase)
 
-    async def erase(self, engine: str, slots: Iterable[int]) -> None:
-        """Erase idle slots. A failure shows in what follows."""
-        for slot in slots:
-            with suppress(EngineError):
-                await self.engine(engine).erase(slot, self._deadlines)
+    async def erase(self, lease: Lease, slots: Iterable[int]) -> None:
+        """Erase the idle slots that a lease has claimed for this. A failure shows in what follows."""
+        emptied: list[int] = []
+        try:
+            for slot in slots:
+                with suppress(EngineError):
+                    await self.engine(lease.engine).erase(slot, self._deadlines)
+                    emptied.append(slot)
+        finally:
+            if slots:
+                self._admission.erased(lease, emptied)
+
+    async def settle(self, lease: Lease) -> Lease:
+        """Learn which slot an engine chose by itself for a request that it has begun.
+
+        Where it does not tell, the request keeps the engine to itself.
+        """
+        if not self._ledger.is_unsettled(lease):
+            return lease
+        with suppress(EngineError):
+            if (chosen := await self.engine(lease.engine).newest_task()) is not None:
+                return self._admission.settle(lease, chosen)
+        return lease
 
     def end(self, lease: Lease, *, quiet: bool, holding: Holding | None = None) -> None:
         """Release a lease: at once when its slot is `quiet`, else as soon as the engine has stopped working on it."""
@@ -401,7 +453,7 @@ class Fleet:
             self._own(self._release_when_quiet(lease, holding))
 
     async def _release_when_quiet(self, lease: Lease, holding: Holding | None) -> None:
-        engine = self.engine(lease.engine)
+        watch = self.members[lease.engine].watch
         looks = itertools.chain(QUIET_LOOKS_S, itertools.repeat(QUIET_LOOKS_S[-1]))
         try:
             for wait_s in looks:
@@ -409,7 +461,8 @@ class Fleet:
                 if not self._ledger.is_current(lease):
                     return
                 with suppress(EngineError):
-                    if not await engine.is_busy(lease.slot):
+                    seen = await watch.look()
+                    if not any(state.busy for slot, state in seen.items() if lease.slot in (None, slot)):
                         return
         finally:
             self._admission.release(lease, holding)

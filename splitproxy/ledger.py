@@ -5,7 +5,7 @@ What a slot holds is a belief. A wrong one costs reading time; it never reaches 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
@@ -76,7 +76,7 @@ class _Engine:
     context: int
     epoch: int
     slots: list[_Slot]
-    everything: Lease | None = None  # a lease of the whole engine
+    everything: Lease | None = None  # a lease of the whole engine, or of a slot that the engine has yet to choose
 
     def free(self) -> list[_Slot]:
         if self.everything:
@@ -178,14 +178,18 @@ class Ledger:
         slots = [slot for engine in self._engines.values() if engine.role is Role.DECODE for slot in engine.slots]
         return len(slots) == 1 or all(slot.holding is EMPTY and slot.lease is None for slot in slots)
 
-    def claim(self, engine: str, tokens: Tokens, prompt_tokens: int, growth: int) -> Lease | None:
+    def claim(
+        self, engine: str, tokens: Tokens, prompt_tokens: int, growth: int, *, alone: bool = False
+    ) -> Lease | None:
         """Claim a slot for a prompt and an answer of up to `growth` tokens; None if there is no room now.
 
         `tokens` are the prompt's, as far as they are known; `prompt_tokens` is their number or an estimate. The pool of
         cells is taken to be shared by all slots. A prompt that surely can never fit needs none: the engine refuses it.
+        `alone` is for a request that no slot can be named for: all slots must be free, so that the engine can choose,
+        and none can be had until `settle` tells which it was.
         """
         books = self._engines.get(engine)
-        if books is None or not (free := books.free()):
+        if books is None or not (free := books.free()) or (alone and len(free) < len(books.slots)):
             return None
         slot = _choose(free, tokens)
         never_fits = len(tokens) >= books.context
@@ -196,6 +200,26 @@ class Ledger:
         slot.lease = Lease(engine, slot.number, books.epoch, cells, erase, held, continues=held >= certain)
         slot.reserved = cells
         slot.holding = EMPTY  # until the request has ended well
+        if alone and len(books.slots) > 1:
+            books.everything = slot.lease
+        return slot.lease
+
+    def is_unsettled(self, lease: Lease) -> bool:
+        """Whether the engine chooses the slot of this lease, and it is not known yet."""
+        return lease.slot is not None and self.is_current(lease) and self._engines[lease.engine].everything is lease
+
+    def settle(self, lease: Lease, chosen: int) -> Lease:
+        """The engine has chosen a slot: the lease is of that one, and the others can be had again."""
+        if not self.is_unsettled(lease):
+            return lease
+        books = self._engines[lease.engine]
+        books.everything = None
+        claimed, slot = books.slots[lease.number], books.slots[chosen]
+        if slot is claimed:
+            return lease
+        self.erased(lease)
+        slot.lease, slot.reserved, slot.holding = replace(lease, slot=chosen, held=0), claimed.reserved, EMPTY
+        claimed.lease, claimed.holding = None, Holding(occupied=claimed.reserved)
         return slot.lease
 
     def grow(self, lease: Lease, cells: int) -> tuple[int, ...] | None:
@@ -237,8 +261,9 @@ class Ledger:
             return  # the engine was restarted meanwhile
         books = self._engines[lease.engine]
         self._clock += 1
-        if lease.slot is None:
+        if books.everything is lease:
             books.everything = None
+        if lease.slot is None:
             for slot in books.slots:
                 slot.holding = Holding(occupied=books.context // len(books.slots))
             return
@@ -273,7 +298,8 @@ class Ledger:
     def busy(self) -> int:
         """Leases that are out."""
         return sum(
-            (engine.everything is not None) + sum(slot.lease is not None for slot in engine.slots)
+            (engine.everything is not None and engine.everything.slot is None)
+            + sum(slot.lease is not None for slot in engine.slots)
             for engine in self._engines.values()
         )
 

@@ -16,7 +16,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from splitproxy.adapter import Answer, Call, Deadlines, Progress, Sample, to_the_end
+from splitproxy.adapter import Answer, Call, Deadlines, Progress, Sample, SlotState, to_the_end
 from splitproxy.engines.slotfile import read_head
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import EngineState, Figures, Identity, Redeemed, Ticket, Tokens
@@ -187,9 +187,18 @@ class LlamaServer:
     async def erase(self, slot: int, deadlines: Deadlines) -> None:
         await to_the_end(self._slot_action(Step.CONTROL, slot, "erase", None, deadlines))
 
-    async def is_busy(self, slot: int | None) -> bool:
-        slots = await self._slots()
-        return any(entry.get("is_processing") for entry in slots if slot is None or entry.get("id") == slot)
+    async def slots(self) -> dict[int, SlotState]:
+        # A slot that has not run a request yet does not tell how many tokens it holds.
+        return {
+            entry.get("id", place): SlotState(bool(entry.get("is_processing")), int(entry.get("n_prompt_tokens", 0)))
+            for place, entry in enumerate(await self._slots())
+        }
+
+    async def newest_task(self) -> int | None:
+        numbered = [
+            (entry["id_task"], entry["id"]) for entry in await self._slots() if type(entry.get("id_task")) is int
+        ]
+        return max(numbered)[1] if numbered else None
 
     async def _slots(self) -> list[dict[str, Any]]:
         slots: list[dict[str, Any]] = await self._json(Step.CONTROL, "GET", "/slots", shape=list)

@@ -1,0 +1,90 @@
+"""The share of one running answer in the decode engine's pool of cells, where nobody knows how long it will be.
+
+A llama-server whose pool overflows fails every answer that runs. So an answer that outgrows its reservation gets more
+in time, and where there is no more, it ends alone.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from splitproxy.errors import EngineError, Fault, RequestError
+from splitproxy.ledger import Lease, Ledger
+from splitproxy.watch import SlotWatch
+
+STEP_TOKENS = 512  # reserved at once, and how near to its end a reservation is extended
+LOOK_EVERY_S = 2.0
+
+Erase = Callable[[Lease, Iterable[int]], Awaitable[None]]
+
+
+class Share:
+    """What one answer may fill, `cells` at the moment. `prompt_tokens` is the prompt's length or an estimate."""
+
+    def __init__(self, lease: Lease, prompt_tokens: int, ledger: Ledger, watch: SlotWatch, erase: Erase) -> None:
+        self.cells = lease.cells
+        self.lease = lease
+        self._ledger = ledger
+        self._watch = watch
+        self._erase = erase
+        self._filled = prompt_tokens
+
+    async def written(self, tokens: int) -> None:
+        """So many tokens were added. Raises RequestError when there is no room for them."""
+        self._filled += tokens
+        if self._filled > self.cells:
+            await self._extend(self._filled + STEP_TOKENS)
+
+    async def _extend(self, cells: int) -> None:
+        erase = self._ledger.grow(self.lease, cells)
+        if erase is None:
+            raise RequestError(Fault.OUT_OF_ROOM, "the answer outgrew the decode engine's memory; set max_tokens")
+        self.cells = max(self.cells, cells)
+        await self._erase(self.lease, erase)
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """Ask the engine itself, now and then, how much the answer fills: events tell it roughly, and a whole answer
+        tells nothing before it is complete."""
+        async with _beside(self._follow()):
+            yield
+
+    async def _follow(self) -> None:
+        before = 0
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            with suppress(EngineError, KeyError):
+                filled = (await self._watch.look())[self.lease.number].filled
+                step = max(STEP_TOKENS, 2 * (filled - before))  # before the next look it writes as much again
+                before = filled
+                if filled + step > self.cells:
+                    await self._extend(filled + 2 * step)
+
+
+@asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` beside the body of the context. Where it fails, the body is cancelled and its error raised."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(work)
+    try:
+        async with asyncio.timeout(None) as scope:
+
+            def ended(_: object) -> None:
+                if not task.cancelled():
+                    scope.reschedule(loop.time())
+
+            task.add_done_callback(ended)
+            try:
+                yield
+            finally:
+                task.remove_done_callback(ended)
+                task.cancel()
+                await asyncio.wait([task])
+    except TimeoutError:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error from None
+        raise
+    finally:
+        if task.done() and not task.cancelled():
+            task.exception()  # where the body has ended by itself, nobody else asks
