@@ -35,10 +35,14 @@ def _route_words(record: RequestRecord) -> list[str]:
     if (figures := record.figures) is not None:
         words.append(f"reused {figures.cached_tokens}, read {figures.read_tokens}, wrote {figures.answer_tokens}")
     if record.effective is False:
-        words.append("handover INEFFECTIVE")
+        words.append(f"handover INEFFECTIVE ({record.in_vain})")
     if record.failure is not None:
         words.append(f"fell back at {record.failure.step} ({record.failure.cause})")
     return words
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def entry(record: RequestRecord) -> dict[str, Any]:
@@ -62,6 +66,10 @@ def entry(record: RequestRecord) -> dict[str, Any]:
         "total_ms": round(record.total_ms, 1),
         "handover": cost,
         "figures": figures,
+        "predicted_local_s": None if route is None else _rounded(route.predicted_local_s),
+        "predicted_handover_s": None if route is None else _rounded(route.predicted_handover_s),
+        "prediction_error": _rounded(record.prediction_error),
         "effective": record.effective,
+        "in_vain": record.in_vain,
         "failure": record.failure,
     }

@@ -17,6 +17,7 @@ from splitproxy.client import Client, ClientLeft, Sink
 from splitproxy.errors import Cause, EngineError, Fault, RequestError, SplitproxyError, Step
 from splitproxy.figures import FigureReader, whole_request
 from splitproxy.fleet import Fleet
+from splitproxy.forecast import Job, Phase
 from splitproxy.growth import Share
 from splitproxy.handover import Handover, Stage
 from splitproxy.ledger import NOTHING, Holding, Lease, Ledger, Reservation
@@ -25,6 +26,7 @@ from splitproxy.router import Demand, Rules, decide
 from splitproxy.sse import MEDIA_TYPE
 from splitproxy.tokenize import Tokenizer, surely_shorter
 from splitproxy.trace import Trace
+from splitproxy.verdict import Circumstances, likely_cause
 from splitproxy.wire import pin, to_client, to_engine
 
 log = logging.getLogger(__name__)
@@ -195,7 +197,9 @@ class _Request:
                 self.reroutes += 1
 
     async def _serve(self) -> None:
-        route = self.trace.route = await self._route()
+        route = await self._route()
+        self.trace.decide(route)
+        log.debug("request %s: %s", self.incoming.request_id, route)
         if route.prefill_engine is None or self.tokens is None:
             await self._answer(route)
             return
@@ -205,8 +209,8 @@ class _Request:
         with self.exchange.ledger.reserve(session_bytes) as room:
             async with Handover(self.tokens, source, settings.deadlines) as handover:
                 self.trace.handover = handover
-                with fleet.reading(source.name, route.uncached_tokens or 0):
-                    await self._read_ahead(handover)
+                with fleet.reading(source.name, route) as job:
+                    await self._read_ahead(handover, job)
                 if handover.failure is not None and settings.on_prefill_failure == "reject":
                     message = f"the prefill engine failed ({handover.failure.step}: {handover.failure.cause})"
                     raise RequestError(Fault.PREFILL_FAILED, message, retry_after_s=RETRY_AFTER_S)
@@ -240,7 +244,7 @@ class _Request:
                 log.warning("cannot tokenize with %s: %s", name, error)
                 self.exchange.fleet.suspect(name)
 
-    async def _read_ahead(self, handover: Handover) -> None:
+    async def _read_ahead(self, handover: Handover, job: Job) -> None:
         """Have the prefill engine read the prompt and save its session. A failure is noted in the handover."""
         fleet, trace = self.exchange.fleet, self.trace
         try:
@@ -251,13 +255,15 @@ class _Request:
             handover.fail(EngineError(Step.PREFILL, Cause.DIED, "the prefill engine went while it was waited for"))
             return
 
-        def progress(step: Step, _done: int, _total: int) -> None:
+        def progress(step: Step, done: int, total: int) -> None:
             trace.step = step.value
+            job.report(done, total)
 
         taken = False
         try:
             await fleet.make_room(lease)
             trace.step = Step.PREFILL.value
+            job.begin(Phase.READING)
             taken = await handover.take(lease.number, progress)
         finally:
             read = Holding(self.prefix, occupied=len(self.prefix)) if taken else None
@@ -293,13 +299,24 @@ class _Request:
     # -- the answer ----------------------------------------------------------------------------------------------------
 
     async def _answer(self, route: Route, room: Reservation | None = None) -> None:
+        """Have a decode engine answer, and count it as work for the engine meanwhile."""
+        handover = self.trace.handover
+        moved = handover is not None and handover.stage is Stage.TICKETED
+        with self.exchange.fleet.forecast.answering(route, self.ask, self.prompt_tokens, moved=moved) as job:
+            try:
+                await self._answer_somewhere(route, job, room)
+            finally:
+                self.trace.crowded = job.crowded
+
+    async def _answer_somewhere(self, route: Route, job: Job, room: Reservation | None) -> None:
         """Have a decode engine answer; where one fails before its first byte, another may."""
         while True:
             lease = await self._ready_slot(route)
+            job.begin(Phase.READING, lease.engine)
             if room is not None:
                 room.release()  # the session file is gone
             try:
-                await self._decode(lease, route)
+                await self._decode(lease, route, job)
                 return
             except EngineError as error:
                 self.tried.add(lease.engine)
@@ -318,7 +335,7 @@ class _Request:
             if await self._restore(lease):
                 return lease
 
-    async def _decode(self, lease: Lease, route: Route) -> None:
+    async def _decode(self, lease: Lease, route: Route, job: Job) -> None:
         """Send the client's request to the slot, relay the answer, and settle the books."""
         exchange, trace = self.exchange, self.trace
         try:
@@ -330,7 +347,7 @@ class _Request:
             async with self._pool_share(lease) as share, calling as answer:
                 lease = share.lease = await exchange.fleet.settle(lease)
                 self._require_ready(answer)
-                await self._relay(answer, route, share)
+                await self._relay(answer, route, share, job)
             if self.tokens is None and self.ask.not_splittable is None and trace.figures is not None:
                 await self._tokenize()  # the client has its answer; the next turn wants to know
         finally:
@@ -411,7 +428,7 @@ class _Request:
         self.trace.step = Step.RESTORE.value
         return await handover.redeem(fleet.engine(lease.engine), lease.number) or _has_answered(handover)
 
-    async def _relay(self, answer: Answer, route: Route, share: Share) -> None:
+    async def _relay(self, answer: Answer, route: Route, share: Share, job: Job) -> None:
         """Pass the answer on as it comes, and read its figures on the way."""
         trace, handover, client = self.trace, self.trace.handover, self.client
         cost = handover.figures() if handover is not None and handover.stage is Stage.RESTORED else None
@@ -423,6 +440,8 @@ class _Request:
         async for chunk in answer.chunks():
             if not _is_comment(chunk):
                 trace.chunk()
+                if job.phase is Phase.READING:
+                    job.begin(Phase.WRITING)
                 if handover is not None:
                     handover.answering()
             await client.relay(reader.feed(chunk))
@@ -444,9 +463,14 @@ class _Request:
             self.exchange.fleet.distrust(lease.engine)
         if figures is None or handover is None or handover.stage is not Stage.ANSWERING or handover.ticket is None:
             return
-        proven = handover.prove(figures.cached_tokens)
+        fleet, source = self.exchange.fleet, handover.source.name
+        if not handover.prove(figures.cached_tokens):
+            proven_tokens = fleet.pairs[source, lease.engine].proven_tokens
+            others = self.exchange.ledger.count(lease.engine).busy > 1
+            seen = Circumstances(len(handover.prompt), figures, proven_tokens, others)
+            self.trace.in_vain = likely_cause(seen)
         bytes_per_token = handover.ticket.session_bytes / handover.ticket.tokens
-        self.exchange.fleet.judge(handover.source.name, lease.engine, proven, bytes_per_token)
+        fleet.judge(source, lease.engine, len(handover.prompt), self.trace.in_vain, bytes_per_token)
 
     def _holding(self) -> Holding | None:
         """What the slot is left with, as far as it is certain."""

@@ -16,9 +16,11 @@ from typing import Any, Self
 from splitproxy.adapter import Deadlines, Engine
 from splitproxy.admission import Admission
 from splitproxy.errors import Cause, EngineError, RequestError
+from splitproxy.forecast import Forecast, Job
 from splitproxy.ledger import EMPTY, NOTHING, Holding, Lease, Ledger
-from splitproxy.model import DecodeView, EngineState, Identity, PairState, PrefillView, Role, Tokens
+from splitproxy.model import DecodeView, EngineState, Identity, InVain, PairState, PrefillView, Role, Route, Tokens
 from splitproxy.probe import SAME_MODEL, Probe, Report, compare
+from splitproxy.verdict import ADVICE
 from splitproxy.watch import SlotWatch
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class Pair:
     fault: str = "no self-test yet"
     report: Report | None = None
     bytes_per_token: float = 0.0
+    proven_tokens: int = 0  # the longest prompt that was handed over and reused
     ineffective: int = 0  # in a row
     tests: int = 0  # self-tests that came to a verdict
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,6 +100,7 @@ class Fleet:
             (source.engine.name, target.engine.name): Pair(source, target)
             for source, target in itertools.product(self._of(Role.PREFILL), self._of(Role.DECODE))
         }
+        self.forecast = Forecast()
         self._ledger = ledger
         self._admission = admission
         self._deadlines = deadlines
@@ -185,15 +189,20 @@ class Fleet:
             for (source, target), pair in self.pairs.items()
             if target in ready
         ]
-        return decode, prefill
+        count = None if tokens is None else len(tokens)
+        return (
+            [self.forecast.decode_view(view, count) for view in decode],
+            [self.forecast.prefill_view(view, count) for view in prefill],
+        )
 
     @contextmanager
-    def reading(self, source: str, tokens: int) -> Iterator[None]:
-        """Count tokens that a prefill engine has yet to read for a request."""
-        member = self.members[source]
+    def reading(self, source: str, route: Route) -> Iterator[Job]:
+        """Count what a prefill engine has yet to read for a request."""
+        member, tokens = self.members[source], route.uncached_tokens or 0
         member.backlog_tokens += tokens
         try:
-            yield
+            with self.forecast.reading_ahead(route) as job:
+                yield job
         finally:
             member.backlog_tokens -= tokens
 
@@ -202,8 +211,9 @@ class Fleet:
         return self.pairs[source, target].state is PairState.PROVEN
 
     def session_bytes(self, source: str, target: str, tokens: Tokens) -> int:
-        """How large a pair's session file of a prompt will be, going by the last one."""
-        return int(self.pairs[source, target].bytes_per_token * len(tokens))
+        """How large a pair's session file of a prompt will be, going by the last ones."""
+        expected = self.forecast.speeds.session_bytes(source, target, len(tokens))
+        return max(expected, int(self.pairs[source, target].bytes_per_token * len(tokens)))
 
     # -- health --------------------------------------------------------------------------------------------------------
 
@@ -364,9 +374,19 @@ class Fleet:
             pair.tests += 1
             pair.state, pair.fault, pair.ineffective = PairState.PROVEN, "", 0
             pair.bytes_per_token = report.session_bytes / report.tokens
+            pair.proven_tokens = max(pair.proven_tokens, report.tokens)
+            self._learn(source.engine.name, target.engine.name, report)
             log.info("pair %s is proven: %s", name, "; ".join(f"{c.name}: {c.detail}" for c in report.checks[2:]))
         else:
             self._fail(pair, name, report.fault, report.advice)
+
+    def _learn(self, source: str, target: str, report: Report) -> None:
+        """A self-test is the first that is known of a pair's speeds."""
+        speeds, read = self.forecast.speeds, report.tokens - 1
+        for engine, tokens_per_s in ((source, report.prefill_tokens_per_s), (target, report.decode_tokens_per_s)):
+            if tokens_per_s > 0:
+                speeds.learn_reading(engine, 0, read, 1000 * read / tokens_per_s)
+        speeds.learn_move(source, target, read, report.session_bytes, report.save_ms, report.restore_ms)
 
     def _fail(self, pair: Pair, name: str, fault: str, advice: list[str]) -> None:
         if pair.fault != fault:
@@ -401,18 +421,21 @@ class Fleet:
             for lease in (read, write):
                 self.end(lease, quiet=clean, holding=EMPTY if clean else None)
 
-    def judge(self, source: str, target: str, proven: bool, bytes_per_token: float) -> None:
+    def judge(self, source: str, target: str, tokens: int, in_vain: InVain | None, bytes_per_token: float) -> None:
         """A handover was judged by the engine's own figures. Three in vain, in a row, switch the pair off."""
         pair = self.pairs[source, target]
         pair.bytes_per_token = bytes_per_token
-        pair.ineffective = 0 if proven else pair.ineffective + 1
+        if in_vain is None:
+            pair.ineffective, pair.proven_tokens = 0, max(pair.proven_tokens, tokens)
+            return
+        pair.ineffective += 1
         if pair.ineffective >= INEFFECTIVE_LIMIT and pair.state is PairState.PROVEN:
             pair.state = PairState.SWITCHED_OFF
-            pair.fault = "the decode engine reads restored prompts again"
+            pair.fault = f"the decode engine reads restored prompts again (likely {in_vain})"
             log.warning(
                 "pair %s -> %s is switched off: %d handovers in a row were restored and read again all the same. "
-                "Is there other traffic on the decode engine, or is it started without --cache-ram 0?",
-                source, target, pair.ineffective,
+                "Likely cause: %s. %s It is tested again every %.0f s.",
+                source, target, pair.ineffective, in_vain, ADVICE[in_vain], PROBE_RETRY_S,
             )  # fmt: skip
 
     # -- slots that are not quiet --------------------------------------------------------------------------------------
