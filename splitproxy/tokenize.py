@@ -17,7 +17,7 @@ from typing import Protocol
 
 from splitproxy.adapter import Engine
 from splitproxy.errors import Cause, EngineError
-from splitproxy.model import Api, Ask, Tokens
+from splitproxy.model import Ask, Tokens
 from splitproxy.vocab import trials
 from splitproxy.vocab.codec import Codec, Unencodable
 from splitproxy.vocab.vocabulary import Ends
@@ -189,7 +189,7 @@ class _Jobs:
 
 async def _text(ask: Ask, engine: Engine) -> str:
     """The whole text that an engine reads for a request."""
-    text = await engine.render(ask.body) if ask.api is Api.CHAT else ask.prompt
+    text = await engine.render(ask.chat) if ask.chat is not None else ask.prompt
     if not isinstance(text, str):
         raise ValueError("a request without a text prompt has no tokens")
     return text

@@ -10,6 +10,7 @@ import orjson
 
 from splitproxy.errors import Fault, RequestError
 from splitproxy.model import Api, Ask
+from splitproxy.translate import Untranslatable, chat_body
 
 # The endpoints that write an answer on a slot and take `id_slot`.
 GENERATING: Mapping[str, Api] = {
@@ -77,7 +78,11 @@ def read_ask(path: str, body: bytes) -> Ask:
     for name in fields:
         if name in CONTROL_FIELDS:
             raise RequestError(Fault.INVALID_REQUEST, f"the field {name!r} must not be set by a client")
-    prompt, obstacle = _prompt(api, fields)
+    prompt, chat, obstacle = None, None, None
+    if api in (Api.COMPLETIONS, Api.NATIVE):
+        prompt, obstacle = _prompt(fields)
+    else:
+        chat, obstacle = _chat(api, fields, body)
     return Ask(
         api=api,
         path=path,
@@ -85,7 +90,9 @@ def read_ask(path: str, body: bytes) -> Ask:
         stream=fields.get("stream") is True,
         max_tokens=_max_tokens(fields),
         prompt=prompt,
+        chat=chat,
         not_splittable=obstacle or _obstacle(fields),
+        pinned=api is not Api.MESSAGES,  # llama-server drops `id_slot` when it converts such a body
         answers=_answers(fields),
         keeps_cache=fields.get("cache_prompt") is not False,
         progress=fields.get("return_progress") is True,
@@ -132,12 +139,22 @@ def _obstacle(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _prompt(api: Api, fields: Mapping[str, Any]) -> tuple[str | tuple[int, ...] | None, str | None]:
-    """The prompt, where it is not in chat messages, and what about it cannot be split."""
-    if api is Api.CHAT:
-        return None, None if _all_text(fields.get("messages")) else "messages"
-    if api not in (Api.COMPLETIONS, Api.NATIVE):
-        return None, api.value
+def _chat(api: Api, fields: Mapping[str, Any], body: bytes) -> tuple[bytes | None, str | None]:
+    """The chat request that renders to the prompt, and what about it cannot be split."""
+    match api:
+        case Api.CHAT:
+            return (body, None) if _all_text(fields.get("messages")) else (None, "messages")
+        case Api.RESPONSES | Api.MESSAGES:
+            try:
+                return chat_body(api, fields), None
+            except Untranslatable as reason:
+                return None, str(reason)
+        case _:
+            return None, api.value
+
+
+def _prompt(fields: Mapping[str, Any]) -> tuple[str | tuple[int, ...] | None, str | None]:
+    """A prompt that is no chat, and what about it cannot be split."""
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]

@@ -30,7 +30,9 @@ QUICK = {"HEALTH_INTERVAL_S": 0.05, "SWEEP_INTERVAL_S": 0.05}
 ANSWER_TOKENS = 12
 
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 SPLITTABLE = (CHAT, COMPLETIONS, NATIVE)
+EVERY_API = (*SPLITTABLE, RESPONSES, MESSAGES)
 
 
 def words(count: int, seed: str = "") -> str:
@@ -41,17 +43,22 @@ def words(count: int, seed: str = "") -> str:
 def body(path: str, prompt: str, *, limit: int | None = ANSWER_TOKENS, **fields: Any) -> Json:
     """A request of this API with `prompt` as its only text."""
     asked: Json = {"prompt": prompt} if path not in CHATS else {"messages": [{"role": "user", "content": prompt}]}
+    if path == RESPONSES:
+        asked = {"input": prompt}
     if limit is not None:
-        asked["n_predict" if path in ("/completion", "/completions") else "max_tokens"] = limit
+        asked[LIMITS.get(path, "max_tokens")] = limit
     return {**asked, **fields}
 
 
-CHATS = frozenset({CHAT, "/chat/completions"})
+CHATS = frozenset({CHAT, "/chat/completions", MESSAGES})
+LIMITS = {NATIVE: "n_predict", "/completions": "n_predict", RESPONSES: "max_output_tokens"}
 
 
 def prompt_ids(asked: Json) -> list[int]:
     """The tokens that an engine reads for a request."""
     prompt = asked.get("prompt")
+    if "input" in asked:
+        return prompt_ids({"messages": [{"role": "user", "content": asked["input"]}]})
     if isinstance(prompt, list):
         return prompt
     return tokenize(prompt if prompt is not None else render(asked))
@@ -118,6 +125,10 @@ class Reply:
 
 
 def _text(event: Mapping[str, Any]) -> str:
+    if event.get("type") in ("content_block_delta", "response.output_text.delta"):
+        return str(event["delta"] if isinstance(event["delta"], str) else event["delta"]["text"])
+    if (parts := event.get("output", [event])[0].get("content")) and isinstance(parts, list):
+        return "".join(part["text"] for part in parts)
     if "content" in event:
         return str(event["content"])
     choice = (event.get("choices") or [{}])[0]

@@ -14,8 +14,11 @@ from tests.harness import (
     ANSWER_TOKENS,
     CHAT,
     COMPLETIONS,
+    EVERY_API,
     FLOOR,
+    MESSAGES,
     NATIVE,
+    RESPONSES,
     SPLITTABLE,
     body,
     prompt_ids,
@@ -30,7 +33,7 @@ Json = dict[str, Any]
 
 LONG = words(3 * FLOOR)
 KEY = "sk-of-a-client-0123456789"
-EVERY_WAY = [(path, stream) for path in (*SPLITTABLE, "/chat/completions", "/completions") for stream in (False, True)]
+EVERY_WAY = [(path, stream) for path in (*EVERY_API, "/chat/completions", "/completions") for stream in (False, True)]
 
 
 async def pair(fake: Start, **options: Any) -> tuple[FakeEngine, FakeEngine]:
@@ -233,8 +236,8 @@ PICTURE = [{"type": "text", "text": LONG}, {"type": "image_url", "image_url": {"
         (NATIVE, body(NATIVE, LONG, cache_prompt=False), 200),
         (NATIVE, body(NATIVE, LONG, lora=[{"id": 0, "scale": 0.5}]), 200),
         (COMPLETIONS, {"prompt": [LONG, 5]}, 200),
-        ("/v1/messages", {**body(CHAT, LONG), "model": "m"}, 200),
-        ("/v1/responses", {"input": LONG, "max_output_tokens": 3}, 200),
+        (MESSAGES, {"messages": [{"role": "user", "content": [*PICTURE[:1], {"type": "search_result"}]}]}, 500),
+        (RESPONSES, {"input": [{"role": "assistant", "content": LONG}]}, 200),
         ("/infill", {"input_prefix": LONG, "input_suffix": ""}, 404),
     ],
     ids=["picture", "n", "cache_prompt", "lora", "mixed prompt", "messages", "responses", "infill"],
@@ -242,7 +245,7 @@ PICTURE = [{"type": "text", "text": LONG}, {"type": "image_url", "image_url": {"
 async def test_what_cannot_be_split_goes_to_the_decode_engine_alone(
     fake: Start, path: str, asked: Json, status: int
 ) -> None:
-    """Pictures, several answers, adapters, foreign prompts and other APIs are answered by one engine, as it answers."""
+    """Pictures, several answers, adapters and foreign prompts are answered by one engine, as it answers."""
     reader, writer = await pair(fake)
     async with proxy(reader, writer) as p:
         reply = await p.ask(path, asked)

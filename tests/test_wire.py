@@ -286,9 +286,9 @@ def test_features_that_keep_a_request_local(fields: dict[str, Any], obstacle: st
 @pytest.mark.parametrize("path", wire.GENERATING)
 def test_each_generating_path_is_read_as_its_api(path: str) -> None:
     """Every path and alias leads to its API; those without a prompt that is known here are not split."""
-    ask = wire.read_ask(path, chat(prompt="hi"))
+    ask = wire.read_ask(path, chat(prompt="hi", input="hi"))
     assert ask.api is wire.GENERATING[path] is wire.api_of(path)
-    assert (ask.not_splittable is None) == (ask.api in (Api.CHAT, Api.COMPLETIONS, Api.NATIVE))
+    assert (ask.not_splittable is None) == (ask.api is not Api.OTHER)
 
 
 # --- paths
