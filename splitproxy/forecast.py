@@ -1,0 +1,179 @@
+"""What each engine has before it, in seconds: prompts that it reads or is to read, and answers that it writes.
+
+Speeds say how long a piece of work takes; jobs say which pieces there are and how far they have come. From both come the
+seconds in the router's views. Plain functions of the clock that is given; no engine is called.
+"""
+
+import heapq
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from splitproxy.model import Ask, DecodeView, PrefillView, Route, RouteKind
+from splitproxy.speeds import Speeds
+
+# Work that takes longer than predicted is believed to take this part of its prediction more.
+LEAST_LEFT = 0.05
+LEAST_TOLD = 0.1  # of a reading must be done before its own pace counts
+
+
+class Phase(Enum):
+    """How far a request has come on an engine. A prefill engine's jobs end with their reading."""
+
+    WAITING = 0  # for a slot
+    READING = 1
+    WRITING = 2
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request's work on one engine."""
+
+    forecast: "Forecast" = field(repr=False)
+    engine: str
+    read_s: float  # predicted
+    write_s: float = 0.0
+    streamed: bool = True  # otherwise nothing tells when reading ends and writing begins
+    phase: Phase = Phase.WAITING
+    since: float = 0.0  # when the phase began
+    crowded: bool = False  # whether the engine read for somebody else at the same time
+    _known: int | None = None  # tokens that the engine need not read, by its first report
+
+    def begin(self, phase: Phase, engine: str | None = None) -> None:
+        """The job has come to this phase; a slot may have been found on another engine than the one first asked."""
+        self.engine = engine or self.engine
+        self.phase, self.since = phase, self.forecast.clock()
+        if phase is Phase.READING:
+            self.forecast.notice_crowd(self)
+
+    def report(self, done: int, total: int) -> None:
+        """The engine tells how far its reading has come: its own pace is better than a prediction."""
+        if self._known is None:
+            self._known = done
+        part = (done - self._known) / max(total - self._known, 1)
+        if part >= LEAST_TOLD:
+            self.read_s = (self.forecast.clock() - self.since) / part
+
+    def at(self, now: float) -> Phase:
+        """The phase that it is in, as far as can be told."""
+        silent = self.phase is Phase.READING and not self.streamed
+        return Phase.WRITING if silent and now - self.since >= self.read_s else self.phase
+
+    def reading_left_s(self, now: float) -> float:
+        match self.at(now):
+            case Phase.WAITING:
+                return self.read_s
+            case Phase.READING:
+                return max(self.read_s - (now - self.since), LEAST_LEFT * self.read_s)
+            case Phase.WRITING:
+                return 0.0
+
+    def left_s(self, now: float) -> float:
+        """Seconds until the job is done, once it has a slot."""
+        if self.at(now) is not Phase.WRITING:
+            return self.reading_left_s(now) + self.write_s
+        begun = self.since if self.phase is Phase.WRITING else self.since + self.read_s
+        return max(self.write_s - (now - begun), LEAST_LEFT * self.write_s)
+
+
+@dataclass(slots=True)
+class Forecast:
+    """The jobs of all engines, and the speeds at which they are done."""
+
+    speeds: Speeds = field(default_factory=Speeds)
+    clock: Callable[[], float] = time.monotonic
+    _jobs: list[Job] = field(default_factory=list)
+
+    # -- jobs ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def job(self, engine: str, read_s: float | None, write_s: float = 0.0, *, streamed: bool = True) -> Iterator[Job]:
+        """Count a request's work on an engine, from the time at which it begins to wait for it."""
+        job = Job(self, engine, read_s or 0.0, write_s, streamed, since=self.clock())
+        self._jobs.append(job)
+        try:
+            yield job
+        finally:
+            self._jobs.remove(job)
+
+    def reading_ahead(self, route: Route) -> AbstractContextManager[Job]:
+        """The prefill engine's part of a handover."""
+        assert route.prefill_engine is not None
+        size = self.speeds.session_bytes(route.prefill_engine, route.decode_engine, route.prompt_tokens or 0)
+        read_s = route.prefill_read_s or 0.0
+        return self.job(route.prefill_engine, read_s + self.speeds.save_s(route.prefill_engine, size))
+
+    def answering(self, route: Route, ask: Ask, tokens: int, *, moved: bool) -> AbstractContextManager[Job]:
+        """The decode engine's part of a request for a prompt of `tokens`; `moved`: with its session ready to restore."""
+        engine, read_s = route.decode_engine, 0.0
+        if moved and route.prefill_engine is not None:
+            size = self.speeds.session_bytes(route.prefill_engine, engine, tokens)
+            read_s = self.speeds.restore_s(engine, size)
+        else:
+            held = min(route.held_tokens or 0, tokens)
+            read_s = self.speeds.read_s(engine, held, tokens - held) or 0.0
+        write_s = self.speeds.write_s(engine, self.speeds.answer_tokens(ask.max_tokens))
+        return self.job(engine, read_s, write_s, streamed=ask.stream)
+
+    def notice_crowd(self, job: Job) -> None:
+        """Two readings at once on one engine: the figures of both tell of both."""
+        now = self.clock()
+        for other in self._of(job.engine):
+            if other is not job and other.at(now) is Phase.READING:
+                other.crowded = job.crowded = True
+
+    def _of(self, engine: str) -> Iterator[Job]:
+        return (job for job in self._jobs if job.engine == engine)
+
+    # -- views ---------------------------------------------------------------------------------------------------------
+
+    def backlog_s(self, engine: str) -> float:
+        """Seconds of reading that the engine has before it."""
+        now = self.clock()
+        return sum(job.reading_left_s(now) for job in self._of(engine))
+
+    def wait_s(self, engine: str, free_slots: int) -> float:
+        """Seconds until a request that comes now has a slot: those that wait before it take slots first."""
+        now = self.clock()
+        jobs = list(self._of(engine))
+        waiting = [job for job in jobs if job.phase is Phase.WAITING]
+        if free_slots > len(waiting):
+            return 0.0
+        free_at = [0.0] * free_slots + [job.left_s(now) for job in jobs if job.phase is not Phase.WAITING]
+        heapq.heapify(free_at)
+        for job in waiting if free_at else ():
+            heapq.heapreplace(free_at, free_at[0] + job.left_s(now))
+        return free_at[0] if free_at else 0.0
+
+    def decode_view(self, view: DecodeView, tokens: int | None) -> DecodeView:
+        """The view with its seconds, for a prompt of `tokens`."""
+        jobs = list(self._of(view.engine))
+        now = self.clock()
+        return replace(
+            view,
+            streams=sum(job.at(now) is Phase.WRITING for job in jobs),
+            wait_s=self.wait_s(view.engine, view.free_slots),
+            reading_s=sum(job.reading_left_s(now) for job in jobs if job.at(now) is Phase.READING),
+            read_s=self._reading_s(view.engine, view.held_tokens, tokens),
+            added_s=self.speeds.added_s(RouteKind.LOCAL, tokens or 1),
+        )
+
+    def prefill_view(self, view: PrefillView, tokens: int | None) -> PrefillView:
+        """The view with its seconds, for a prompt of `tokens`."""
+        size = self.speeds.session_bytes(view.engine, view.decode_engine, tokens or 0)
+        return replace(
+            view,
+            queue_s=self.backlog_s(view.engine),
+            read_s=self._reading_s(view.engine, view.held_tokens, tokens),
+            save_s=self.speeds.save_s(view.engine, size),
+            restore_s=self.speeds.restore_s(view.decode_engine, size),
+            added_s=self.speeds.added_s(RouteKind.HANDOVER, tokens or 1),
+        )
+
+    def _reading_s(self, engine: str, held: int, tokens: int | None) -> float | None:
+        if tokens is None:
+            return None
+        held = min(held, max(tokens - 1, 0))
+        return self.speeds.read_s(engine, held, max(tokens - 1 - held, 1))
