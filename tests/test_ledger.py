@@ -337,6 +337,51 @@ def test_a_lease_tells_whether_the_prompt_continues_the_slot(prompt: Tokens, con
     assert claim(ledger, prompt).continues is continues
 
 
+# --- slots that the engine chooses
+
+
+def test_a_request_alone_gets_the_engine_until_it_is_known_where_it_is() -> None:
+    """Such a request needs every slot free, and keeps them until its slot is known; then the others can be had."""
+    ledger = opened(slots=3)
+    left_with(ledger, A)
+    running = claim(ledger, B)
+    assert ledger.claim("w", C, 100, 0, alone=True) is None
+    ledger.release(running, EMPTY)
+    lease = ledger.claim("w", C, 100, 50, alone=True)
+    assert lease is not None
+    assert ledger.is_unsettled(lease)
+    assert ledger.claim("w", A, 100, 0) is None
+    chosen = next(number for number in range(3) if number != lease.number)
+    settled = ledger.settle(lease, chosen)
+    assert (settled.number, settled.cells, settled.held) == (chosen, lease.cells, 0)
+    assert not ledger.is_unsettled(settled)
+    assert ledger.settle(settled, lease.number) is settled
+    assert ledger.busy() == 1
+    assert ledger.count("w").free == 2
+    ledger.release(settled, EMPTY)
+    assert ledger.busy() == 0
+
+
+def test_an_engine_that_chooses_as_we_did_changes_nothing() -> None:
+    """A request that lands where it was put keeps its lease."""
+    ledger = opened(slots=2)
+    lease = ledger.claim("w", A, 100, 0, alone=True)
+    assert lease is not None
+    assert ledger.settle(lease, lease.number) is lease
+    assert not ledger.is_unsettled(lease)
+    assert ledger.count("w").free == 1
+
+
+def test_a_request_alone_can_end_before_its_slot_is_known() -> None:
+    """Whoever leaves early gives the whole engine back."""
+    ledger = opened(slots=2)
+    lease = ledger.claim("w", A, 100, 0, alone=True)
+    assert lease is not None
+    ledger.release(lease)
+    assert (ledger.busy(), ledger.count("w").free) == (0, 2)
+    assert ledger.settle(lease, 1) is lease
+
+
 # --- the whole engine
 
 
@@ -472,6 +517,10 @@ class Books(RuleBasedStateMachine):
         if lease is not None:
             self.out.append(lease)
         return lease
+
+    @rule(engine=ENGINES)
+    def distrust(self, engine: str) -> None:
+        self.ledger.distrust(engine)
 
     @rule(lease=consumes(leases), tokens=PROMPTS, fill=st.floats(0, 1), well=st.booleans())
     def release(self, lease: Lease | None, tokens: Tokens, fill: float, well: bool) -> None:
