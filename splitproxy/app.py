@@ -11,7 +11,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 MIB = 2**20
 RECENT_REQUESTS = 50
+CUT_S = 0.1  # for connections to close once their requests have ended; aiohttp takes 0 for no limit
 REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT = web.RequestKey("client", str)
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/metrics"})  # without a key: for probes and Prometheus
@@ -61,6 +62,7 @@ class Proxy:
     metrics: metrics.Metrics
     recent: deque[RequestRecord]
     stopping: bool = False
+    running: set["asyncio.Task[Any]"] = field(default_factory=set)  # requests that an engine answers
 
     def observe(self, record: RequestRecord) -> None:
         self.metrics.observe(record)
@@ -146,14 +148,13 @@ async def assembled(
 
 @asynccontextmanager
 async def listening(proxy: Proxy) -> AsyncGenerator[str]:
-    """Accept clients while the context lasts; yields the address. At its end running requests may finish for drain_s.
+    """Accept clients while the context lasts; yields the address. At its end running requests may finish for drain_s,
+    while new ones are refused in words.
 
     Raises LaunchError when the address cannot be had.
     """
     # aiohttp tells a handler that its client has left only when asked to.
-    runner = web.AppRunner(
-        make_app(proxy), handler_cancellation=True, access_log=None, shutdown_timeout=proxy.config.drain_s
-    )
+    runner = web.AppRunner(make_app(proxy), handler_cancellation=True, access_log=None, shutdown_timeout=CUT_S)
     await runner.setup()
     try:
         await _listen(runner, proxy.config)
@@ -161,7 +162,17 @@ async def listening(proxy: Proxy) -> AsyncGenerator[str]:
         yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
         proxy.stopping = True
-        await runner.cleanup()
+        try:
+            await _drain(proxy)
+        finally:
+            await runner.cleanup()
+
+
+async def _drain(proxy: Proxy) -> None:
+    if proxy.running:
+        await asyncio.wait(proxy.running, timeout=proxy.config.drain_s)
+    for task in proxy.running:
+        task.cancel()
 
 
 async def _listen(runner: web.AppRunner, settings: config.Config) -> None:
@@ -234,6 +245,9 @@ class _Front:
             raise RequestError(Fault.FORBIDDEN, f"{request.method} {path} is not for clients of this proxy")
         if self._proxy.stopping:
             raise RequestError(Fault.SHUTTING_DOWN, "the proxy is shutting down", retry_after_s=5)
+        if (task := asyncio.current_task()) is not None:
+            self._proxy.running.add(task)
+            task.add_done_callback(self._proxy.running.discard)
         incoming = Incoming(
             request_id=request[REQUEST_ID],
             method=request.method,
