@@ -65,6 +65,7 @@ class Slots:
         self.all = [Slot(n) for n in range(count)]
         self.deferred: deque[_Waiter] = deque()
         self.closed = False
+        self.purged = 0  # idle slots that were emptied because the pool was full
         self._pool = context if unified else None
         self._violations = violations
         self._turns = 0
@@ -157,7 +158,7 @@ class Slots:
         if that is not enough, every running request fails."""
         idle = sorted((slot for slot in self.all if slot.call is None), key=lambda slot: slot.used)
         while not self.fits(count) and idle:
-            idle.pop(0).clear()
+            self.purged += bool(idle.pop(0).clear())
         if self.fits(count):
             return
         self._violations.append("the running requests together overflowed the shared pool")

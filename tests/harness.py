@@ -146,10 +146,12 @@ class Running:
     listener: AsyncExitStack
     prefill: FakeEngine | None
     decode: FakeEngine
+    more: Mapping[str, FakeEngine] = field(default_factory=dict)  # further engines, by name
 
     @property
     def engines(self) -> list[FakeEngine]:
-        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
+        first = [self.decode] if self.prefill is None else [self.prefill, self.decode]
+        return [*first, *self.more.values()]
 
     @property
     def folder(self) -> Path:
@@ -244,11 +246,15 @@ async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> N
             await asyncio.sleep(0.002)
 
 
-def configured(prefill: str | None, decode: str, folder: Path, changes: Mapping[str, Any]) -> Config:
-    """The configuration of a proxy in front of these addresses."""
+def configured(
+    prefill: str | None, decode: str, folder: Path, changes: Mapping[str, Any], more: Mapping[str, str] | None = None
+) -> Config:
+    """The configuration of a proxy in front of these addresses; `more` are further ones by name."""
     engines = [{"name": "writer", "role": "decode", "url": decode}]
     if prefill is not None:
         engines.insert(0, {"name": "reader", "role": "prefill", "url": prefill})
+    for name, url in (more or {}).items():
+        engines.append({"name": name, "role": "prefill" if name.startswith("reader") else "decode", "url": url})
     split = {**SPLIT, "dir": str(folder), **changes.get("split", {})}
     base = {"listen": "127.0.0.1:0", "drain_s": 1, "engines": engines}
     return Config.model_validate({**base, **changes, "split": split})
@@ -256,15 +262,23 @@ def configured(prefill: str | None, decode: str, folder: Path, changes: Mapping[
 
 @asynccontextmanager
 async def proxy(
-    prefill: FakeEngine | None, decode: FakeEngine, *, judged: bool = True, retry_s: float = 0.2, **changes: Any
+    prefill: FakeEngine | None,
+    decode: FakeEngine,
+    *,
+    judged: bool = True,
+    retry_s: float = 0.2,
+    more: Mapping[str, FakeEngine] | None = None,
+    **changes: Any,
 ) -> AsyncIterator[Running]:
-    """The proxy in front of two engines. `changes` are keys of the configuration; tables are merged.
+    """The proxy in front of two engines, and of `more` by name: a reader is a prefill engine, any other writes.
 
-    With `judged` the first self-test is waited for; one that failed comes again after `retry_s`. At the end the books
-    must be at zero.
+    `changes` are keys of the configuration; tables are merged. With `judged` the first self-test is waited for; one
+    that failed comes again after `retry_s`. At the end the books must be at zero.
     """
     assert decode.slot_dir is not None
-    config = configured(prefill.url if prefill else None, decode.url, decode.slot_dir, changes)
+    more = more or {}
+    urls = {name: engine.url for name, engine in more.items()}
+    config = configured(prefill.url if prefill else None, decode.url, decode.slot_dir, changes, urls)
     with pytest.MonkeyPatch.context() as patch, SessionStore(decode.slot_dir) as store:
         for name, value in {**QUICK, "PROBE_RETRY_S": retry_s}.items():
             patch.setattr(fleet, name, value)
@@ -273,11 +287,10 @@ async def proxy(
         async with (
             asyncio.timeout(TEST_S),
             assembled(config, store) as assembly,
-            AsyncExitStack() as listener,
+            listening(assembly) as url,
             aiohttp.ClientSession(connector=connector, auto_decompress=False) as http,
         ):
-            url = await listener.enter_async_context(listening(assembly))
-            running = Running(url, assembly, http, listener, prefill, decode)
+            running = Running(url, assembly, http, prefill, decode, more)
             if judged:
                 async with asyncio.timeout(WAIT_S):
                     await assembly.fleet.first_verdicts()
