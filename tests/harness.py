@@ -287,10 +287,11 @@ async def proxy(
         async with (
             asyncio.timeout(TEST_S),
             assembled(config, store) as assembly,
-            listening(assembly) as url,
+            AsyncExitStack() as listener,
             aiohttp.ClientSession(connector=connector, auto_decompress=False) as http,
         ):
-            running = Running(url, assembly, http, prefill, decode, more)
+            url = await listener.enter_async_context(listening(assembly))
+            running = Running(url, assembly, http, listener, prefill, decode, more)
             if judged:
                 async with asyncio.timeout(WAIT_S):
                     await assembly.fleet.first_verdicts()
