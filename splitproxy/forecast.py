@@ -1,7 +1,7 @@
 """What each engine has before it, in seconds: prompts that it reads or is to read, and answers that it writes.
 
-Speeds say how long a piece of work takes; jobs say which pieces there are and how far they have come. From both come the
-seconds in the router's views. Plain functions of the clock that is given; no engine is called.
+Speeds say how long a piece of work takes; jobs say which pieces there are and how far they have come. From both come
+the seconds in the router's views. Plain functions of the clock that is given; no engine is called.
 """
 
 import heapq
@@ -106,7 +106,7 @@ class Forecast:
         return self.job(route.prefill_engine, read_s + self.speeds.save_s(route.prefill_engine, size))
 
     def answering(self, route: Route, ask: Ask, tokens: int, *, moved: bool) -> AbstractContextManager[Job]:
-        """The decode engine's part of a request for a prompt of `tokens`; `moved`: with its session ready to restore."""
+        """The decode engine's part of a request for `tokens`; `moved`: with a session ready to restore."""
         engine, read_s = route.decode_engine, 0.0
         if moved and route.prefill_engine is not None:
             size = self.speeds.session_bytes(route.prefill_engine, engine, tokens)
