@@ -1,11 +1,12 @@
-"""The queue: who is next, who is passed over, and that a lease never gets lost on its way to a waiter."""
+"""The queue: who is next, who is passed over, whose turn it is, and that no lease gets lost on its way to a waiter."""
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from splitproxy.admission import Admission
+from splitproxy.admission import Admission, Turn
 from splitproxy.errors import Fault, RequestError
 from splitproxy.ledger import NOTHING, Lease, Ledger
 from splitproxy.model import Role
@@ -26,14 +27,19 @@ class Desk:
     def claim(self, tokens: int = 10) -> Callable[[str], Lease | None]:
         return lambda engine: self.ledger.claim(engine, NOTHING, tokens, 0)
 
-    async def acquire(self, engine: str | None = None, role: Role = Role.DECODE, within_s: float = 60) -> Lease:
-        return await self.admission.acquire(role, engine, self.claim(), asyncio.get_running_loop().time() + within_s)
+    async def acquire(
+        self, engine: str | None = None, role: Role = Role.DECODE, within_s: float = 60, **options: Any
+    ) -> Lease:
+        deadline = asyncio.get_running_loop().time() + within_s
+        return await self.admission.acquire(role, engine, self.claim(), deadline, **options)
 
-    async def wait(self, label: str, engine: str | None = None, role: Role = Role.DECODE) -> "asyncio.Task[Lease]":
+    async def wait(
+        self, label: str, engine: str | None = None, role: Role = Role.DECODE, **options: Any
+    ) -> "asyncio.Task[Lease]":
         """A waiter that has joined the queue, or has its lease."""
 
         async def work() -> Lease:
-            lease = await self.acquire(engine, role)
+            lease = await self.acquire(engine, role, **options)
             self.served.append(label)
             return lease
 
@@ -258,3 +264,141 @@ async def test_every_waiter_leaving_at_once_leaves_nothing() -> None:
     await asyncio.wait(tasks)
     assert all(task.cancelled() for task in tasks)
     assert (desk.ledger.busy(), desk.admission.waiting) == (0, 0)
+
+
+# --- whose turn it is
+
+
+async def in_order(desk: Desk, lease: Lease, tasks: "list[asyncio.Task[Lease]]") -> str:
+    """Let one after the other in; the labels as they were served."""
+    for _ in tasks:
+        desk.admission.release(lease)
+        served = len(desk.served)
+        done, _pending = await asyncio.wait(
+            [task for task in tasks if not task.done() or len(desk.served) == served],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        lease = next(task.result() for task in done)
+        tasks = [task for task in tasks if task not in done]
+    desk.admission.release(lease)
+    return " ".join(desk.served)
+
+
+async def queued(desk: Desk, *labels: str) -> "tuple[list[asyncio.Task[Lease]], dict[str, Turn]]":
+    """A waiter for each label, whose first letter is its client."""
+    turns = {label: desk.admission.turn(label[0]) for label in labels}
+    return [await desk.wait(label, turn=turn) for label, turn in turns.items()], turns
+
+
+@pytest.mark.parametrize(
+    ("came", "served"),
+    [
+        ("a1 a2 a3 b1", "a1 b1 a2 a3"),
+        ("a1 a2 a3 b1 b2 c1", "a1 b1 c1 a2 b2 a3"),
+        ("a1 b1 a2 b2", "a1 b1 a2 b2"),
+        ("a1 a2 a3", "a1 a2 a3"),
+    ],
+)
+async def test_clients_take_turns(came: str, served: str) -> None:
+    """A client with many requests waits as long as one with few; one client's own are served as they came."""
+    desk = Desk()
+    lease = await desk.acquire()
+    tasks, _ = await queued(desk, *came.split())
+    assert [waiting.position for waiting in desk.admission.line()] == list(range(1, len(tasks) + 1))
+    assert await in_order(desk, lease, tasks) == served
+
+
+async def test_a_place_that_was_not_used_goes_to_the_clients_next() -> None:
+    """Leaving the queue costs a client's later requests nothing."""
+    desk = Desk()
+    lease = await desk.acquire()
+    (gone, *tasks), turns = await queued(desk, "a1", "b1", "a2", "b2", "a3")
+    gone.cancel()
+    await asyncio.wait({gone})
+    desk.admission.end(turns["a1"])
+    desk.admission.end(turns["a1"])
+    assert await in_order(desk, lease, tasks) == "b1 a2 b2 a3"
+
+
+async def test_having_been_served_is_no_reason_to_wait_for_ever() -> None:
+    """Turns are about those who wait now: a client that had the engine to itself is behind by one round, not by all."""
+    desk = Desk()
+    for _ in range(5):
+        with desk.admission.turn("a") as turn:
+            desk.admission.release(await desk.acquire(turn=turn))
+    lease = await desk.acquire()
+    tasks, _ = await queued(desk, "b1", "b2", "b3", "b4", "a1")
+    assert await in_order(desk, lease, tasks) == "b1 b2 a1 b3 b4"
+
+
+async def test_a_request_keeps_its_place_for_each_step() -> None:
+    """Who came first and waits for its second lease is before those who came later and wait for their first."""
+    desk = Desk(("r", Role.PREFILL), ("w", Role.DECODE))
+    busy = await desk.acquire()
+    early = desk.admission.turn("a")
+    read = await desk.acquire("r", Role.PREFILL, turn=early)
+    tasks, _ = await queued(desk, "b1")
+    tasks.append(await desk.wait("a1", turn=early))
+    desk.admission.release(read)
+    assert await in_order(desk, busy, tasks) == "a1 b1"
+
+
+async def test_who_has_begun_is_not_turned_away() -> None:
+    """A full queue refuses the last of those who have not begun, however late a begun one joins it."""
+    desk = Desk(("r", Role.PREFILL), ("w", Role.DECODE), limit=1)
+    busy = await desk.acquire()
+    begun = desk.admission.turn("a")
+    desk.admission.release(await desk.acquire("r", Role.PREFILL, turn=begun))
+    (waiting,), _ = await queued(desk, "b1")
+    second_step = await desk.wait("a1", turn=begun)
+    with pytest.raises(RequestError) as caught:
+        await waiting
+    assert caught.value.fault is Fault.QUEUE_FULL
+    desk.admission.release(busy)
+    assert (await second_step).engine == "w"
+    assert desk.admission.rejected == 1
+
+
+# --- which engines will do
+
+
+async def test_a_waiter_that_is_not_bound_goes_where_there_is_room() -> None:
+    """The engine it names is tried first, another one rather than waiting."""
+    desk = Desk(("a", Role.DECODE), ("b", Role.DECODE))
+    assert (await desk.acquire("b", bound=False)).engine == "b"
+    assert (await desk.acquire("b", bound=False)).engine == "a"
+    waiter = await desk.wait("waiter", "b", bound=False)
+    assert not waiter.done()
+    waiter.cancel()
+
+
+async def test_an_engine_to_avoid_is_never_had() -> None:
+    """An engine that failed a request is not tried again for it, and when no other is left the waiting ends."""
+    desk = Desk(("a", Role.DECODE), ("b", Role.DECODE))
+    assert (await desk.acquire("a", avoid={"a"})).engine == "b"
+    with pytest.raises(RequestError) as caught:
+        await desk.acquire(avoid={"a", "b"})
+    assert caught.value.fault is Fault.NO_DECODE_ENGINE
+
+
+async def test_what_a_claim_raises_ends_the_waiting() -> None:
+    """A request that learns while it waits that it has to go another way is told so; the next one is served."""
+    desk = Desk()
+    lease = await desk.acquire()
+    stale = False
+
+    def claim(engine: str) -> Lease | None:
+        if stale:
+            raise RequestError(Fault.OUT_OF_ROOM, "another way")
+        return desk.ledger.claim(engine, NOTHING, 10, 0)
+
+    deadline = asyncio.get_running_loop().time() + 60
+    waiter = asyncio.create_task(desk.admission.acquire(Role.DECODE, None, claim, deadline))
+    await asyncio.sleep(0)
+    after = await desk.wait("after")
+    stale = True
+    desk.admission.release(lease)
+    with pytest.raises(RequestError, match="another way"):
+        await waiter
+    assert (await after).engine == "w"
+    assert desk.admission.waiting == 0
