@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from splitproxy.model import RequestRecord
+from splitproxy.model import RequestRecord, Route
 
 
 def line(record: RequestRecord) -> str:
@@ -39,6 +39,22 @@ def _route_words(record: RequestRecord) -> list[str]:
     if record.failure is not None:
         words.append(f"fell back at {record.failure.step} ({record.failure.cause})")
     return words
+
+
+def decision(route: Route) -> dict[str, Any]:
+    """A decision and the figures behind it."""
+    return {
+        "route": route.kind.value,
+        "reason": route.reason.value,
+        "prompt_tokens": route.prompt_tokens,
+        "held_tokens": route.held_tokens,
+        "uncached_tokens": route.uncached_tokens,
+        "predicted_local_s": _rounded(route.predicted_local_s),
+        "predicted_handover_s": _rounded(route.predicted_handover_s),
+        "stall_s": _rounded(route.stall_s),
+        "prefill_engine": route.prefill_engine,
+        "decode_engine": route.decode_engine,
+    }
 
 
 def _rounded(value: float | None) -> float | None:

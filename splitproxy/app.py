@@ -36,7 +36,7 @@ from splitproxy.tokenize import EngineTokenizer, LocalTokenizer, Tokenizer
 from splitproxy.vocab import files
 from splitproxy.vocab.codec import Codec
 from splitproxy.vocab.vocabulary import UnsupportedVocabulary
-from splitproxy.wire import GENERATING, api_of, error_body, is_administration, needs_no_slot, read_ask
+from splitproxy.wire import GENERATING, api_of, error_body, is_administration, needs_no_slot, read_any_ask, read_ask
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Proxy:
     running: set["asyncio.Task[Any]"] = field(default_factory=set)  # requests that an engine answers
 
     def observe(self, record: RequestRecord) -> None:
+        self.fleet.forecast.speeds.learn(record)
         self.metrics.observe(record)
         self.recent.append(record)
         log.info("%s", access.line(record))
@@ -122,7 +123,7 @@ async def assembled(
             engines[table.name] = (engine, table.role)
         probe_tokens = 0 if split.policy is Policy.NEVER else split.probe_tokens
         fleet = Fleet(engines, ledger, admission, deadlines(split), probe_tokens, store.sweep, tokenizer.meet)
-        rules = Rules(split.policy, split.min_prompt_tokens)
+        rules = Rules(split.policy, split.min_prompt_tokens, split.force_handover_tokens, split.stall_weight)
         exchange = Exchange(
             Settings(
                 rules=rules,
@@ -191,6 +192,7 @@ def make_app(proxy: Proxy) -> web.Application:
         app.router.add_get(path, front.health)
     app.router.add_get("/metrics", front.metrics)
     app.router.add_get("/splitproxy/status", front.status)
+    app.router.add_post("/splitproxy/explain", front.explain)
     app.router.add_route("*", "/{path:.*}", front.serve)
     return app
 
@@ -275,6 +277,11 @@ class _Front:
     async def status(self, _request: web.Request) -> web.Response:
         return _json(status(self._proxy), 200)
 
+    async def explain(self, request: web.Request) -> web.Response:
+        """What would be decided about a request, and why, without running it."""
+        ask = read_any_ask(await request.read())
+        return _json(await self._proxy.exchange.explain(ask), 200)
+
 
 def status(proxy: Proxy) -> dict[str, Any]:
     """What goes on, for people and scripts: engines, pairs, queue, last requests."""
@@ -293,6 +300,8 @@ def status(proxy: Proxy) -> dict[str, Any]:
                 "identity": member.identity,
                 "slots": proxy.ledger.count(name),
                 "waiting": proxy.admission.waiting_for(name),
+                "speeds": proxy.fleet.forecast.speeds.status(name),
+                "backlog_s": round(proxy.fleet.forecast.backlog_s(name), 3),
             }
             for name, member in proxy.fleet.members.items()
         ],
@@ -306,6 +315,7 @@ def status(proxy: Proxy) -> dict[str, Any]:
                 "prefill_tokens_per_s": pair.report.prefill_tokens_per_s if pair.report else None,
                 "decode_tokens_per_s": pair.report.decode_tokens_per_s if pair.report else None,
                 "session_bytes_per_token": pair.bytes_per_token or None,
+                "session": proxy.fleet.forecast.speeds.pair_status(source, target),
             }
             for (source, target), pair in proxy.fleet.pairs.items()
         ],
@@ -313,6 +323,7 @@ def status(proxy: Proxy) -> dict[str, Any]:
             "source": proxy.config.tokenizer.source,
             "engines": {engine.name: _used(proxy, engine.name) for engine in proxy.config.of_role(Role.DECODE)},
         },
+        "added_s": proxy.fleet.forecast.speeds.added_status(),
         "usable_context": usable_context(proxy),
         "queue": {"max": proxy.config.queue.max, "waiting": proxy.admission.waiting, "line": proxy.admission.line()},
         "leases": proxy.ledger.busy(),

@@ -8,8 +8,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from splitproxy import access
 from splitproxy.adapter import Answer, Call, Deadlines, Engine
 from splitproxy.admission import Admission, Turn
 from splitproxy.answer_ids import IdReader
@@ -161,6 +162,40 @@ class Exchange:
         await client.fail(error)
         return error.status
 
+    async def explain(self, ask: Ask) -> dict[str, Any]:
+        """What would be decided about a request now, and by which figures. Raises RequestError."""
+        trace = Trace("", ask.api, ask.stream)
+        route, tokens = await self.route(ask, None, trace)
+        source = "local" if self.tokenizer.verdict(route.decode_engine).local else "engine"
+        slot = None if tokens is None else self.ledger.place(route.decode_engine, tokens)
+        return access.decision(route) | {"tokenizer": source, "decode_slot": slot}
+
+    async def route(self, ask: Ask, tokens: Tokens | None, trace: Trace) -> tuple[Route, Tokens | None]:
+        """Tokenize where that can matter and was not done before, and decide."""
+        rules = self.settings.rules
+        splittable = ask.not_splittable is None
+        short = splittable and surely_shorter(ask, rules.floor, self.fleet.template_bytes)
+        if tokens is None and splittable and not (short and self.ledger.indifferent()):
+            tokens = await self.tokenize(ask, trace)
+        self.decode_engines()
+        decode, prefill = self.fleet.views(tokens)
+        count = None if tokens is None else len(tokens)
+        return decide(Demand(count, splittable, short), decode, prefill, rules), tokens
+
+    async def tokenize(self, ask: Ask, trace: Trace) -> Tokens | None:
+        """The prompt's ids, if they can be had."""
+        trace.step = Step.TOKENIZE.value
+        for name in self.decode_engines():
+            try:
+                with trace.tokenizing():
+                    return await self.tokenizer.tokens(ask, self.fleet.engine(name))
+            except EngineError as error:
+                if error.cause is Cause.REFUSED:
+                    return None  # a refusal is about this request: the engine will tell the client itself
+                log.warning("cannot tokenize with %s: %s", name, error)
+                self.fleet.suspect(name)
+        return None
+
     def decode_engines(self) -> list[str]:
         """The decode engines that are ready, at least one. Raises RequestError."""
         if not (ready := self.ledger.ready(Role.DECODE)):
@@ -197,9 +232,9 @@ class _Request:
                 self.reroutes += 1
 
     async def _serve(self) -> None:
-        route = await self._route()
+        route, self.tokens = await self.exchange.route(self.ask, self.tokens, self.trace)
         self.trace.decide(route)
-        log.debug("request %s: %s", self.incoming.request_id, route)
+        log.debug("request %s: decided %s", self.incoming.request_id, access.decision(route))
         if route.prefill_engine is None or self.tokens is None:
             await self._answer(route)
             return
@@ -217,32 +252,6 @@ class _Request:
                 await self._answer(route, room)
 
     # -- before the answer ---------------------------------------------------------------------------------------------
-
-    async def _route(self) -> Route:
-        """Tokenize where that can matter, and decide."""
-        exchange, rules = self.exchange, self.exchange.settings.rules
-        splittable = self.ask.not_splittable is None
-        short = splittable and surely_shorter(self.ask, rules.floor, exchange.fleet.template_bytes)
-        if self.tokens is None and splittable and not (short and exchange.ledger.indifferent()):
-            await self._tokenize()
-        exchange.decode_engines()
-        decode, prefill = exchange.fleet.views(self.tokens)
-        count = None if self.tokens is None else len(self.tokens)
-        return decide(Demand(count, splittable, short), decode, prefill, rules)
-
-    async def _tokenize(self) -> None:
-        """Learn the prompt's ids, if they can be had."""
-        self.trace.step = Step.TOKENIZE.value
-        for name in self.exchange.decode_engines():
-            try:
-                with self.trace.tokenizing():
-                    self.tokens = await self.exchange.tokenizer.tokens(self.ask, self.exchange.fleet.engine(name))
-                return
-            except EngineError as error:
-                if error.cause is Cause.REFUSED:
-                    return  # a refusal is about this request: the engine will tell the client itself
-                log.warning("cannot tokenize with %s: %s", name, error)
-                self.exchange.fleet.suspect(name)
 
     async def _read_ahead(self, handover: Handover, job: Job) -> None:
         """Have the prefill engine read the prompt and save its session. A failure is noted in the handover."""
@@ -349,7 +358,7 @@ class _Request:
                 self._require_ready(answer)
                 await self._relay(answer, route, share, job)
             if self.tokens is None and self.ask.not_splittable is None and trace.figures is not None:
-                await self._tokenize()  # the client has its answer; the next turn wants to know
+                self.tokens = await self.exchange.tokenize(self.ask, self.trace)  # the client has its answer; the next turn wants to know
         finally:
             self._judge(lease)
             exchange.fleet.end(lease, quiet=trace.answered, holding=self._holding())

@@ -171,7 +171,12 @@ class Ledger:
             return 0
         books = self._engines[engine]
         candidates = books.free() or books.slots
-        return _choose(candidates, tokens).holding.prefix(tokens)
+        return _choose(candidates, tokens)[1]
+
+    def place(self, engine: str, tokens: Tokens) -> int | None:
+        """The slot that a prompt would get if it came now; None where none is free."""
+        free = self._engines[engine].free() if engine in self._engines else []
+        return _choose(free, tokens)[0].number if free else None
 
     def indifferent(self) -> bool:
         """Whether a prompt's ids would change nothing about the slot it gets: there is one, or none holds anything."""
@@ -191,12 +196,12 @@ class Ledger:
         books = self._engines.get(engine)
         if books is None or not (free := books.free()) or (alone and len(free) < len(books.slots)):
             return None
-        slot = _choose(free, tokens)
+        slot, held = _choose(free, tokens)
         never_fits = len(tokens) >= books.context
         cells = slot.cells if never_fits else min(prompt_tokens + growth, books.context)
         if (erase := books.make_room(slot, cells)) is None:
             return None
-        held, certain = slot.holding.prefix(tokens), len(slot.holding.tokens)
+        certain = len(slot.holding.tokens)
         slot.lease = Lease(engine, slot.number, books.epoch, cells, erase, held, continues=held >= certain)
         slot.reserved = cells
         slot.holding = EMPTY  # until the request has ended well
@@ -304,8 +309,9 @@ class Ledger:
         )
 
 
-def _choose(slots: list[_Slot], tokens: Tokens) -> _Slot:
-    """The slot whose use costs least: the one that the prompt continues, else an empty one, else the oldest.
+def _choose(slots: list[_Slot], tokens: Tokens) -> tuple[_Slot, int]:
+    """The slot whose use costs least: the one that the prompt continues, else an empty one, else the oldest. With it
+    comes how many of the prompt's tokens it is believed to hold.
 
     A prompt continues a slot when it keeps at least half of what the slot holds. Sharing no more than a system prompt
     is no reason to overwrite somebody's conversation while another slot is empty.
@@ -317,4 +323,5 @@ def _choose(slots: list[_Slot], tokens: Tokens) -> _Slot:
         continues = shared > 0 and 2 * shared >= len(slot.holding.tokens)
         return (continues, shared if continues else 0, slot.cells == 0, shared, -slot.used)
 
-    return max(slots, key=rank)
+    slot = max(slots, key=rank)
+    return slot, prefix[slot.number]

@@ -99,6 +99,16 @@ def read_ask(path: str, body: bytes) -> Ask:
     )
 
 
+def read_any_ask(body: bytes) -> Ask:
+    """What a chat or completion request asks for, told apart by its fields. Raises RequestError."""
+    fields = _json_object(body)
+    if "messages" in fields:
+        return read_ask("/v1/chat/completions", body)
+    if "prompt" in fields:
+        return read_ask("/v1/completions", body)
+    raise RequestError(Fault.INVALID_REQUEST, "the body must be that of a chat or completion request")
+
+
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
         fields = orjson.loads(body.removeprefix(b"\xef\xbb\xbf"))
