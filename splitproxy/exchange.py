@@ -358,7 +358,8 @@ class _Request:
                 self._require_ready(answer)
                 await self._relay(answer, route, share, job)
             if self.tokens is None and self.ask.not_splittable is None and trace.figures is not None:
-                self.tokens = await self.exchange.tokenize(self.ask, self.trace)  # the client has its answer; the next turn wants to know
+                # The client has its answer; the next turn wants to know.
+                self.tokens = await exchange.tokenize(self.ask, trace)
         finally:
             self._judge(lease)
             exchange.fleet.end(lease, quiet=trace.answered, holding=self._holding())

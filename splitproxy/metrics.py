@@ -24,6 +24,7 @@ _GAP_S = (
 )  # fmt: skip
 _LONG_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TRANSFER_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_ERROR = (-0.75, -0.5, -0.4, -0.25, -0.15, -0.1, -0.05, 0, 0.05, 0.1, 0.15, 0.25, 0.4, 0.5, 1, 2, 4)
 _BYTES = tuple(2**20 * 4**power for power in range(9))
 
 
@@ -47,6 +48,7 @@ class Metrics:
         self._decisions = counter("decisions", "Routes taken, and why.", "decision", "reason")
         self._handoffs = counter("handoffs", "Handovers by result.", "result")
         self._ineffective = counter("handoff_ineffective", "Handovers whose tokens the decode engine read again.")
+        self._in_vain = counter("handoff_ineffective_causes", "The same by likely cause.", "cause")
         self._mistaken = counter("belief_mismatch", "Slots that held much less than was believed.")
         self._fallbacks = counter("fallbacks", "Handovers that ended in local reading.", "stage", "reason")
         self._cancelled = counter("cancelled", "Requests whose client left.", "stage")
@@ -63,6 +65,7 @@ class Metrics:
         self._restore = histogram("restore_seconds", "Restoring a session.", _TRANSFER_S)
         self._session = histogram("session_size_bytes", "Session files.", _BYTES)
         self._added = histogram("added_first_byte_seconds", "The proxy's own share of the first byte.", _FIRST_BYTE_S)
+        self._error = histogram("prediction_error_ratio", "Predicted to actual first token.", _ERROR, "path")
         self._last = {
             name: gauge(f"last_handoff_{name}", f"Last handover: {text}.")
             for name, text in (
@@ -82,6 +85,8 @@ class Metrics:
             self._decisions.labels(record.route.kind.value, record.route.reason.value).inc()
         if record.outcome is Outcome.CANCELLED:
             self._cancelled.labels(record.step).inc()
+        if (error := record.prediction_error) is not None:
+            self._error.labels(record.path).observe(error)
         if record.mistaken:
             self._mistaken.inc()
         self._observe_times(record)
@@ -113,6 +118,8 @@ class Metrics:
             self._handoffs.labels({True: "proven", False: "ineffective", None: "unproven"}[record.effective]).inc()
         if record.effective is False:
             self._ineffective.inc()
+        if record.in_vain is not None:
+            self._in_vain.labels(record.in_vain.value).inc()
         self._session_bytes_total.inc(cost.session_bytes)
         self._prefill.observe(cost.prefill_ms / 1000)
         self._save.observe(cost.save_ms / 1000)
