@@ -213,6 +213,7 @@ def test_session_folder_is_ram_and_private(services: dict[str, dict[str, Any]]) 
 
 
 def test_each_engine_is_where_the_proxy_looks(services: dict[str, dict[str, Any]], proxy: Config) -> None:
+    """Ports, addresses and health checks of the engines are those that the proxy is told."""
     for engine in proxy.engines:
         address = urlsplit(engine.url)
         service = services[str(address.hostname)]
@@ -224,17 +225,20 @@ def test_each_engine_is_where_the_proxy_looks(services: dict[str, dict[str, Any]
 def test_only_the_proxy_is_reachable_and_only_from_this_machine(
     services: dict[str, dict[str, Any]], proxy: Config
 ) -> None:
+    """One port is published, on the loopback address."""
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert published == {"proxy": [f"127.0.0.1:8080:{proxy.port}"]}
     assert all("network_mode" not in service for service in services.values())
 
 
 def test_the_proxy_does_not_start_without_keys() -> None:
+    """What can be reached by others asks for keys, and says where to put them."""
     with pytest.raises(KeyError, match="SPLITPROXY_API_KEYS: the keys that clients must show"):
         compose({name: value for name, value in MUST_BE_GIVEN.items() if name not in KEYS})
 
 
 def test_engines_have_what_a_handover_needs(services: dict[str, dict[str, Any]]) -> None:
+    """Both engines read and write the same session files, and the decode engine keeps what it restores."""
     reader, writer = flags(services["reader"]), flags(services["writer"])
     for same in ("--model", "--flash-attn", "--cache-type-k", "--cache-type-v"):
         assert reader[same] == writer[same]
@@ -250,6 +254,7 @@ def test_engines_have_what_a_handover_needs(services: dict[str, dict[str, Any]])
 
 
 def test_each_engine_has_a_card_of_its_own(services: dict[str, dict[str, Any]]) -> None:
+    """Two engines on one card would wait for each other."""
     cards = []
     for name in ("reader", "writer"):
         (device,) = services[name]["deploy"]["resources"]["reservations"]["devices"]
@@ -258,10 +263,12 @@ def test_each_engine_has_a_card_of_its_own(services: dict[str, dict[str, Any]]) 
 
 
 def test_running_answers_end_before_the_container_is_killed(services: dict[str, dict[str, Any]], proxy: Config) -> None:
+    """The proxy has more time to stop than its answers have to end."""
     assert proxy.drain_s < int(services["proxy"]["stop_grace_period"].removesuffix("s"))
 
 
 def test_files_that_compose_mounts_exist(services: dict[str, dict[str, Any]]) -> None:
+    """Docker would make a folder of a file that is not there."""
     for service in services.values():
         for volume in service.get("volumes", []):
             source = volume.partition(":")[0]
@@ -269,6 +276,7 @@ def test_files_that_compose_mounts_exist(services: dict[str, dict[str, Any]]) ->
 
 
 def test_prometheus_asks_services_that_exist(services: dict[str, dict[str, Any]], proxy: Config) -> None:
+    """Every target is a service of the compose file, at its port."""
     scrape = yaml.safe_load((CONFIGS / "prometheus.yml").read_text(encoding="utf-8"))
     targets = {
         target for job in scrape["scrape_configs"] for group in job["static_configs"] for target in group["targets"]
@@ -278,6 +286,7 @@ def test_prometheus_asks_services_that_exist(services: dict[str, dict[str, Any]]
 
 
 def test_minimal_names_both_roles_and_nothing_that_has_a_default() -> None:
+    """The smallest configuration is no longer than it must be."""
     config = load(CONFIGS / "minimal.toml", {})
     assert [engine.role for engine in config.engines] == [Role.PREFILL, Role.DECODE]
     named = tomllib.loads((CONFIGS / "minimal.toml").read_text(encoding="utf-8"))
