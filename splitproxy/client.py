@@ -58,6 +58,8 @@ class Client:
         self._last = time.monotonic()
         self._collected: list[bytes] | None = None  # a body that is sent in one piece, at its end
         self._pending: tuple[int, Headers] | None = None
+        self._news = b""  # an event of our own that is to be written
+        self._wake = asyncio.Event()
         self._error_status = 0  # of an engine's error that must become an event
 
     async def __aenter__(self) -> Self:
@@ -85,20 +87,33 @@ class Client:
         with suppress(ClientLeft):  # the server cancels the request itself
             while True:
                 due_s = self._last + self._keep_alive_s - time.monotonic()
-                if due_s > 0:
-                    await asyncio.sleep(due_s)
+                if due_s > 0 and not self._news:
+                    await self._doze(due_s)
                     continue
                 async with self._starting:
                     if not self._started and self._pending is None:
                         self._started = self._events = True
                         await self._sink.start(200, _STREAM, None)
                 self._last = time.monotonic()
+                news, self._news = self._news, b""
                 if self._events and self._between_events:
-                    await self._sink.write(ping)
+                    await self._sink.write(news or ping)
+
+    async def _doze(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        self._wake.clear()
+
+    def tell(self, event: bytes) -> None:
+        """Have an event of our own written to a stream that waits for its answer; only the latest is kept."""
+        self._news = event
+        self._wake.set()
 
     async def begin(self, status: int, headers: Headers, *, length: int | None, one_piece: bool) -> None:
         """The engine's answer has begun. `one_piece`: it is changed on the way, so its length is known at the end."""
         self._committed = True
+        self._news = b""
         async with self._starting:
             if self._started:
                 if status >= 400:

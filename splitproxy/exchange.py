@@ -5,6 +5,7 @@ It speaks to engines through adapters and to the client through a Sink, and know
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from splitproxy.handover import Handover, Stage
 from splitproxy.ledger import NOTHING, Holding, Lease, Ledger, Reservation
 from splitproxy.model import Api, Ask, HandoverFigures, Outcome, RequestRecord, Role, Route, Tokens
 from splitproxy.router import Demand, Rules, decide
-from splitproxy.sse import MEDIA_TYPE
+from splitproxy.sse import MEDIA_TYPE, progress_event
 from splitproxy.tokenize import Tokenizer, surely_shorter
 from splitproxy.trace import Trace
 from splitproxy.verdict import Circumstances, likely_cause
@@ -264,9 +265,13 @@ class _Request:
             handover.fail(EngineError(Step.PREFILL, Cause.DIED, "the prefill engine went while it was waited for"))
             return
 
+        tell = self._teller()
+
         def progress(step: Step, done: int, total: int) -> None:
             trace.step = step.value
             job.report(done, total)
+            if step is Step.PREFILL:
+                tell(done)
 
         taken = False
         try:
@@ -282,6 +287,22 @@ class _Request:
         elif handover.ticket is not None and _is_mistake(lease, handover.ticket.cached_tokens, len(self.prefix)):
             trace.mistaken = True
             fleet.distrust(handover.source.name)
+
+    def _teller(self) -> Callable[[int], None]:
+        """Tells a client that asked for it how far the prefill engine is; the decode engine goes on from there."""
+        if not (self.ask.progress and self.ask.stream):
+            return lambda _done: None
+        start, first = time.perf_counter(), -1
+
+        def tell(done: int) -> None:
+            nonlocal first
+            first = done if first < 0 else first  # the first report is of what was reused
+            time_ms = round(1000 * (time.perf_counter() - start))
+            told = {"total": len(self.known), "cache": first, "processed": done, "time_ms": time_ms}
+            if event := progress_event(self.ask.api, self.incoming.request_id, int(time.time()), told):
+                self.client.tell(event)
+
+        return tell
 
     @property
     def known(self) -> Tokens:
@@ -398,8 +419,8 @@ class _Request:
                 raise StaleRoute
             return ledger.claim(engine, self.known, count, growth, alone=not self.ask.pinned)
 
-        # A conversation waits for the engine that holds it; what no engine holds goes wherever a slot is free. Who needs
-        # a whole engine waits for one alone: it would keep all the others from being used as well.
+        # A conversation waits for the engine that holds it; what no engine holds goes wherever a slot is free. Who
+        # needs a whole engine waits for one alone: it would keep all the others from being used as well.
         bound = 2 * (route.held_tokens or 0) >= max(count, 1) or self.ask.answers > 1
         lease = await self._lease(Role.DECODE, route.decode_engine, claim, bound=bound)
         self.trace.engine = lease.engine
@@ -442,8 +463,9 @@ class _Request:
         """Pass the answer on as it comes, and read its figures on the way."""
         trace, handover, client = self.trace, self.trace.handover, self.client
         cost = handover.figures() if handover is not None and handover.stage is Stage.RESTORED else None
-        reader = FigureReader(None if cost is None else whole_request(cost))
-        one_piece = cost is not None and answer.media_type != MEDIA_TYPE
+        streams = answer.media_type == MEDIA_TYPE
+        one_piece = cost is not None and not streams
+        reader = FigureReader(None if cost is None else whole_request(cost), whole=one_piece)
         headers = [*to_client(answer.headers), *_headers(trace, route, cost)]
         trace.status = answer.status
         await client.begin(answer.status, headers, length=_length(answer), one_piece=one_piece)
@@ -459,10 +481,11 @@ class _Request:
                 self.ids.feed(chunk)
             await share.written(chunk.count(b"\n\n"))  # an event is about a token
         trace.answered = True
-        if answer.status >= 400 or reader.failed:
+        rest = reader.close()
+        if answer.status >= 400 or (streams and reader.failed):
             trace.outcome = Outcome.ERROR
         trace.figures, trace.reasoned = reader.figures(), reader.reasoned
-        await client.relay(reader.close())
+        await client.relay(rest)
         await client.finish()
 
     def _judge(self, lease: Lease) -> None:

@@ -14,7 +14,9 @@ from splitproxy.model import Figures, HandoverFigures
 # A figures object longer than this is none; it is let through as it is.
 _LONGEST_OBJECT_BYTES = 64 * 1024
 _REASONING_MARKS = (b'"reasoning_content":"', b'"thinking_delta"', b'"type":"thinking"', b'"reasoning_text')
-_OBJECT_START = re.compile(rb'"(timings|usage|error)"\s*:\s*(?=\{)')
+_KEYS = ("timings", "usage", "error", "prompt_progress")
+_TIMINGS, _USAGE, _ERROR, _PROGRESS = (f'"{key}"'.encode() for key in _KEYS)
+_OBJECT_START = re.compile(f'"({"|".join(_KEYS)})"\\s*:\\s*(?=\\{{)'.encode())
 # A string that has no end yet reaches to the end: a brace inside it is none.
 _JSON_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[{}]', re.DOTALL)
 
@@ -29,8 +31,8 @@ def _cut_key(name: str) -> str:
 
 # A quote inside a JSON string is escaped, so `"timings"` with plain quotes is always a key. The end of a chunk that may
 # be the beginning of such a key is held back until the next chunk; a whole event never ends in one.
-_CUT_START = re.compile(f'(?=")(?:{_cut_key("timings")}|{_cut_key("usage")}|{_cut_key("error")})$'.encode())
-_LONGEST_CUT_BYTES = 24
+_CUT_START = re.compile(f'(?=")(?:{"|".join(map(_cut_key, _KEYS))})$'.encode())
+_LONGEST_CUT_BYTES = 32
 
 
 Rewrite = Callable[[str, dict[str, Any]], bytes]
@@ -40,12 +42,16 @@ class FigureReader:
     """Watches an answer go by, reads its `timings` and `usage`, and rewrites them where asked to.
 
     `rewrite(key, object)` returns the JSON text that takes the object's place. Everything else leaves as it came and at
-    once; only a figures object that is not complete yet waits for its end.
+    once; only a figures object that is not complete yet waits for its end. An answer that is one JSON text (`whole`)
+    waits as a whole, and only figures of its outermost object count: in an event every other object is text inside a
+    string, but a call's arguments in such an answer may hold any key.
     """
 
-    def __init__(self, rewrite: Rewrite | None = None) -> None:
+    def __init__(self, rewrite: Rewrite | None = None, *, whole: bool = False) -> None:
         self._rewrite = rewrite
+        self._whole = whole
         self._held = b""
+        self._pieces: list[bytes] = []  # of an answer that waits as a whole
         self.reasoned = False  # whether the answer holds reasoning apart from its text
         self.failed = False  # whether the answer is an error, or ends in one
         self.timings: dict[str, Any] = {}
@@ -53,8 +59,15 @@ class FigureReader:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take the next piece of the answer; return what may go on now."""
+        if self._whole:
+            self._pieces.append(chunk)
+            return b""
+        if not self._held and chunk.endswith(b"\n\n") and not _may_hold_a_key(chunk):
+            # Nearly every event of a stream: four searches instead of two patterns.
+            self._notice_reasoning(chunk)
+            return chunk
         data = self._held + chunk
-        self.reasoned = self.reasoned or any(mark in data for mark in _REASONING_MARKS)
+        self._notice_reasoning(data)
         out: list[bytes] = []
         place = 0
         while start := _OBJECT_START.search(data, place):
@@ -76,8 +89,26 @@ class FigureReader:
 
     def close(self) -> bytes:
         """The answer has ended: return what was held back."""
-        held, self._held = self._held, b""
-        return held
+        held, self._held = self._held + b"".join(self._pieces), b""
+        self._pieces.clear()
+        return self._read_whole(held) if self._whole else held
+
+    def _read_whole(self, data: bytes) -> bytes:
+        self._notice_reasoning(data)
+        out: list[bytes] = []
+        place = 0
+        for start in _OBJECT_START.finditer(data):
+            if start.start() < place or _depth(data, start.start()) != 1:
+                continue
+            if (end := _object_end(data, start.end())) is not None:
+                out += (data[place : start.end()], self._replace(start.group(1).decode(), data[start.end() : end]))
+                place = end
+        return b"".join([*out, data[place:]])
+
+    def _notice_reasoning(self, data: bytes) -> None:
+        if not self.reasoned:
+            content, delta, block, text = _REASONING_MARKS
+            self.reasoned = content in data or delta in data or block in data or text in data
 
     def _replace(self, key: str, text: bytes) -> bytes:
         if key == "error":
@@ -87,6 +118,8 @@ class FigureReader:
             found = orjson.loads(text)
         except orjson.JSONDecodeError:
             return text
+        if key == "prompt_progress":
+            return self._rewrite(key, found) if self._rewrite else text
         if not _are_figures(key, found):
             return text
         known = self.timings if key == "timings" else self.usage
@@ -96,6 +129,16 @@ class FigureReader:
     def figures(self) -> Figures | None:
         """The engine's own figures of the answer, as far as it gave them."""
         return _from_timings(self.timings) or _from_usage(self.usage)
+
+
+def _may_hold_a_key(data: bytes) -> bool:
+    return _TIMINGS in data or _USAGE in data or _ERROR in data or _PROGRESS in data
+
+
+def _depth(data: bytes, place: int) -> int:
+    """How many objects are open at a place."""
+    braces = [match.group() for match in _JSON_STRUCTURE.finditer(data, 0, place)]
+    return braces.count(b"{") - braces.count(b"}")
 
 
 def _object_end(data: bytes, start: int) -> int | None:
@@ -155,7 +198,7 @@ def whole_request(cost: HandoverFigures) -> Rewrite:
 
     Tokens that both engines read count once: a prompt of n tokens never takes more than n to read.
     """
-    split = orjson.dumps(
+    split = b',"split":' + orjson.dumps(
         {
             "prefill_ms": cost.prefill_ms,
             "save_ms": cost.save_ms,
@@ -172,14 +215,36 @@ def whole_request(cost: HandoverFigures) -> Rewrite:
         if key == "timings":
             prompt_tokens = _whole(found, "cache_n") + _whole(found, "prompt_n")
             reused = cached(prompt_tokens, _whole(found, "cache_n"))
-            return orjson.dumps(_timings(found, cost, prompt_tokens, reused)) + b',"split":' + split
-        details = found.get("prompt_tokens_details")
-        if isinstance(details, dict):
-            reused = cached(_whole(found, "prompt_tokens"), _whole(details, "cached_tokens"))
-            return orjson.dumps({**found, "prompt_tokens_details": {**details, "cached_tokens": reused}})
+            return orjson.dumps(_timings(found, cost, prompt_tokens, reused)) + split
+        if key == "prompt_progress":
+            return orjson.dumps(_progress(found, cost))
+        if "cache_read_input_tokens" in found:  # Anthropic
+            prompt_tokens = _whole(found, "cache_read_input_tokens") + _whole(found, "input_tokens")
+            reused = cached(prompt_tokens, _whole(found, "cache_read_input_tokens"))
+            counts = {"cache_read_input_tokens": reused, "input_tokens": prompt_tokens - reused}
+            return orjson.dumps({**found, **counts}) + split
+        for total, name, beside in _DETAILS:
+            if isinstance(details := found.get(name), dict):
+                reused = cached(_whole(found, total), _whole(details, "cached_tokens"))
+                return orjson.dumps({**found, name: {**details, "cached_tokens": reused}}) + (split if beside else b"")
         return orjson.dumps(found)
 
     return rewrite
+
+
+# The prompt's tokens, its details, and whether the costs go beside them: elsewhere they are beside `timings`.
+_DETAILS = (("prompt_tokens", "prompt_tokens_details", False), ("input_tokens", "input_tokens_details", True))
+
+
+def _progress(found: dict[str, Any], cost: HandoverFigures) -> dict[str, Any]:
+    """Progress of the decode engine goes on where that of the prefill engine ended."""
+    read = cost.prefill_read_tokens + cost.prefill_cached_tokens
+    return {
+        **found,
+        "cache": min(cost.prefill_cached_tokens, _whole(found, "cache")),
+        "processed": max(read, _whole(found, "processed")),
+        "time_ms": round(cost.prefill_ms + cost.save_ms + cost.restore_ms + _real(found, "time_ms")),
+    }
 
 
 def _timings(found: dict[str, Any], cost: HandoverFigures, prompt_tokens: int, reused: int) -> dict[str, Any]:

@@ -3,24 +3,22 @@
 Labels come from closed enums and configured names alone.
 """
 
+import itertools
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from splitproxy.admission import Admission
 from splitproxy.fleet import Fleet
 from splitproxy.ledger import Ledger
-from splitproxy.model import EngineState, Outcome, PairState, RequestRecord
+from splitproxy.model import GAP_BOUNDS_S, EngineState, Gaps, Outcome, PairState, RequestRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_BYTE_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
-_GAP_S = (
-    0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.075, 0.08, 0.1, 0.15, 0.2,
-    0.3, 0.4, 0.5, 0.6, 0.75, 0.8, 1, 2, 2.5, 4, 5, 6, 7.5, 8, 10, 20, 40, 80,
 )  # fmt: skip
 _LONG_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TRANSFER_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -56,7 +54,8 @@ class Metrics:
         self._answer_tokens = counter("generation_tokens", "Tokens of answers.")
         self._session_bytes_total = counter("session_bytes", "Bytes of session files handed over.")
         self._first_byte = histogram("time_to_first_token_seconds", "Until the first byte.", _FIRST_BYTE_S, "path")
-        self._gap = histogram("inter_token_latency_seconds", "Gaps between pieces of a stream.", _GAP_S)
+        self._gaps = _Gaps()
+        registry.register(self._gaps)
         self._total = histogram("request_seconds", "Whole requests.", _LONG_S, "path")
         self._queue = histogram("queue_seconds", "Waiting for slots.", _LONG_S)
         self._decode = histogram("decode_seconds", "On the decode engine.", _LONG_S)
@@ -104,8 +103,7 @@ class Metrics:
             self._first_byte.labels(record.path).observe(record.first_byte_ms / 1000)
         if record.added_first_byte_ms is not None:
             self._added.observe(record.added_first_byte_ms / 1000)
-        for gap_ms in record.gaps_ms:
-            self._gap.observe(gap_ms / 1000)
+        self._gaps.add(record.gaps)
 
     def _observe_handover(self, record: RequestRecord) -> None:
         if record.failure is not None:
@@ -145,6 +143,24 @@ class Metrics:
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+
+class _Gaps(Collector):
+    """A histogram that takes a stream's gaps as they were counted: one by one, a long answer's would stop the rest."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(GAP_BOUNDS_S) + 1)
+        self._total_s = 0.0
+
+    def add(self, gaps: Gaps) -> None:
+        self._counts = [mine + more for mine, more in zip(self._counts, gaps.counts, strict=True)]
+        self._total_s += gaps.total_s
+
+    def collect(self) -> Iterator[Metric]:
+        names = [*map(floatToGoString, GAP_BOUNDS_S), "+Inf"]
+        buckets = list(zip(names, map(float, itertools.accumulate(self._counts)), strict=True))
+        text = "Gaps between pieces of a stream."
+        yield HistogramMetricFamily("splitproxy_inter_token_latency_seconds", text, buckets, self._total_s)
 
 
 class _Books(Collector):

@@ -290,6 +290,21 @@ class HandoverFigures:
     prefill_cached_tokens: int
 
 
+# Buckets for the gaps between pieces of a stream, in seconds.
+GAP_BOUNDS_S = (
+    0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.075, 0.08, 0.1, 0.15, 0.2,
+    0.3, 0.4, 0.5, 0.6, 0.75, 0.8, 1.0, 2.0, 2.5, 4.0, 5.0, 6.0, 7.5, 8.0, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """The gaps of one stream by length: `counts[i]` of at most `GAP_BOUNDS_S[i]`, the last of longer ones."""
+
+    counts: tuple[int, ...] = (0,) * (len(GAP_BOUNDS_S) + 1)
+    total_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Where and how a handover failed."""
@@ -320,7 +335,7 @@ class RequestRecord:
     effective: bool | None = None  # None: nothing was handed over
     mistaken: bool = False  # the decode engine held much less of the prompt than was believed
     failure: Failure | None = None
-    gaps_ms: tuple[float, ...] = ()
+    gaps: Gaps = Gaps()
     decided_ms: float | None = None  # when the route was chosen
     crowded: bool = False  # the decode engine read for others at the same time: its figures tell of both
     in_vain: InVain | None = None  # the likely cause, of a handover that was

@@ -1,10 +1,14 @@
 """Server-sent events: splitting at any chunk edge, keep-alives and errors. Pure: bytes in, bytes out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
 
 from splitproxy.model import Api
 
 MEDIA_TYPE = "text/event-stream"
+END = b"\n\n"  # of an event
 
 
 def keep_alive(api: Api) -> bytes:
@@ -17,6 +21,31 @@ def error_event(api: Api, error: bytes) -> bytes:
     if api in (Api.MESSAGES, Api.RESPONSES):
         return b"event: error\ndata: " + error + b"\n\n"
     return b"data: " + error + b"\n\n"
+
+
+def progress_event(api: Api, request_id: str, created: int, progress: Mapping[str, int]) -> bytes:
+    """How far a prompt is read, as llama-server words it for this API; nothing where it has no words for it."""
+    told: dict[str, Any] = {"prompt_progress": progress}
+    match api:
+        case Api.CHAT | Api.COMPLETIONS:
+            choice: dict[str, Any] = {"finish_reason": None, "index": 0}
+            if api is Api.CHAT:
+                kind, choice["delta"] = "chat.completion.chunk", {"role": "assistant", "content": None}
+            else:
+                kind, choice["text"], choice["logprobs"] = "text_completion", "", None
+            told = {"choices": [choice], "created": created, "id": f"chatcmpl-{request_id}", "object": kind, **told}
+        case Api.NATIVE:
+            read = {"tokens_predicted": 0, "tokens_evaluated": progress["total"]}
+            told = {"index": 0, "content": "", "tokens": [], "stop": False, "id_slot": -1, **read, **told}
+        case Api.RESPONSES:
+            kind = "response.in_progress"
+            begun = {"id": f"resp_{request_id}", "object": "response", "status": "in_progress"}
+            return (
+                b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, "response": begun, **told}) + END
+            )
+        case _:
+            return b""
+    return b"data: " + orjson.dumps(told) + END
 
 
 class EventReader:

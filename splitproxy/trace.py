@@ -1,13 +1,14 @@
 """What is noted while a request runs, frozen into its record at the end."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from splitproxy.errors import Step
 from splitproxy.handover import Handover, Stage
-from splitproxy.model import Api, Figures, InVain, Outcome, RequestRecord, Route
+from splitproxy.model import GAP_BOUNDS_S, Api, Figures, Gaps, InVain, Outcome, RequestRecord, Route
 
 _EFFECTIVE = {Stage.PROVEN: True, Stage.INEFFECTIVE: False}
 
@@ -38,7 +39,7 @@ class Trace:
     crowded: bool = False
     in_vain: InVain | None = None
     handover: Handover | None = None
-    gaps_ms: list[float] = field(default_factory=list)
+    gaps: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS_S) + 1))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -74,7 +75,8 @@ class Trace:
         if self.first_byte is None:
             self.first_byte = now
         else:
-            self.gaps_ms.append(1000 * (now - self.last_chunk))
+            gap_s = now - self.last_chunk
+            self.gaps[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
         self.last_chunk = now
 
     def record(self) -> RequestRecord:
@@ -100,7 +102,7 @@ class Trace:
             effective=None if handover is None else _EFFECTIVE.get(handover.stage),
             mistaken=self.mistaken,
             failure=None if handover is None else handover.failure,
-            gaps_ms=tuple(self.gaps_ms),
+            gaps=Gaps(tuple(self.gaps), self.last_chunk - self.first_byte if self.first_byte is not None else 0.0),
             decided_ms=None if self.decided is None else 1000 * (self.decided - self.start),
             crowded=self.crowded,
             in_vain=self.in_vain,

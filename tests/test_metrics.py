@@ -1,6 +1,7 @@
 """Each field of a record lands in its series, labels are closed lists, and the names are those that are documented."""
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from splitproxy.fleet import Fleet
 from splitproxy.ledger import NOTHING, Holding, Ledger
 from splitproxy.metrics import CONTENT_TYPE, Metrics
 from splitproxy.model import (
+    GAP_BOUNDS_S,
     Api,
     EngineState,
     Failure,
     Figures,
+    Gaps,
     HandoverFigures,
     Outcome,
     PairState,
@@ -42,6 +45,12 @@ NAMES = {
     "queue_oldest_seconds", "queue_rejected_total", "session_bytes_in_flight",
 }  # fmt: skip
 
+
+def gaps(*seconds: float) -> Gaps:
+    places = [bisect_left(GAP_BOUNDS_S, gap) for gap in seconds]
+    return Gaps(tuple(places.count(place) for place in range(len(GAP_BOUNDS_S) + 1)), sum(seconds))
+
+
 HANDED_OVER = RequestRecord(
     request_id="r",
     api=Api.CHAT,
@@ -59,7 +68,7 @@ HANDED_OVER = RequestRecord(
     figures=Figures(99, 1, 10.0, 40, 4000.0),
     handover=HandoverFigures(1500.0, 300.0, 100.0, 3 * 2**20, prefill_read_tokens=80, prefill_cached_tokens=19),
     effective=True,
-    gaps_ms=(20.0, 30.0, 3000.0),
+    gaps=gaps(0.02, 0.03, 3.0),
 )
 LOCAL = replace(
     HANDED_OVER,
@@ -206,7 +215,7 @@ def test_tokens_that_were_read_again_are_not_cached(exposed: Exposed) -> None:
         {"outcome": Outcome.ERROR},
         {"outcome": Outcome.CANCELLED},
         {"stream": False},
-        {"first_byte_ms": None, "gaps_ms": ()},
+        {"first_byte_ms": None, "gaps": Gaps()},
     ],
 )
 def test_times_to_the_first_token_are_of_streams_that_ended_well(exposed: Exposed, changes: dict[str, Any]) -> None:
@@ -219,7 +228,7 @@ def test_times_to_the_first_token_are_of_streams_that_ended_well(exposed: Expose
 def test_a_request_that_never_began(exposed: Exposed) -> None:
     """A request without route, figures and engine is counted with its outcome and its waiting alone."""
     record = replace(
-        LOCAL, route=None, figures=None, decode_ms=None, first_byte_ms=None, gaps_ms=(), outcome=Outcome.CANCELLED,
+        LOCAL, route=None, figures=None, decode_ms=None, first_byte_ms=None, gaps=Gaps(), outcome=Outcome.CANCELLED,
         step="queue",
     )  # fmt: skip
     assert set(exposed.counted(record)) == {

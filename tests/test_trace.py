@@ -7,7 +7,7 @@ import pytest
 from splitproxy import trace as trace_module
 from splitproxy.adapter import Deadlines, Engine
 from splitproxy.handover import Handover, Stage
-from splitproxy.model import Api, Failure, Figures, Outcome, Redeemed, Ticket, Tokens
+from splitproxy.model import GAP_BOUNDS_S, Api, Failure, Figures, Gaps, Outcome, Redeemed, Ticket, Tokens
 from splitproxy.trace import Trace
 
 
@@ -34,7 +34,7 @@ def test_a_request_that_only_came() -> None:
     assert (record.request_id, record.api, record.stream, record.outcome) == ("r1", Api.MESSAGES, False, Outcome.OK)
     assert (record.step, record.status, record.route, record.engine) == ("accept", 0, None, "")
     assert (record.first_byte_ms, record.decode_ms, record.figures, record.handover) == (None, None, None, None)
-    assert (record.queue_ms, record.tokenize_ms, record.gaps_ms) == (0.0, 0.0, ())
+    assert (record.queue_ms, record.tokenize_ms, record.gaps) == (0.0, 0.0, Gaps())
     assert record.total_ms >= 0
 
 
@@ -57,7 +57,8 @@ def test_the_first_piece_and_the_gaps_after_it(trace: Trace) -> None:
         trace.chunk()
     record = trace.record()
     assert record.step == "decode"
-    assert (record.first_byte_ms, record.gaps_ms) == (2000.0, (1000.0, 1000.0))
+    assert (record.first_byte_ms, record.gaps.total_s) == (2000.0, 2.0)
+    assert record.gaps.counts[GAP_BOUNDS_S.index(1.0)] == sum(record.gaps.counts) == 2
     assert (record.decode_ms, record.total_ms) == (4000.0, 5000.0)
 
 
@@ -85,4 +86,4 @@ def test_a_record_does_not_change_any_more(trace: Trace) -> None:
     trace.chunk()
     trace.chunk()
     trace.outcome = Outcome.ERROR
-    assert (record.gaps_ms, record.outcome, record.figures) == ((), Outcome.OK, Figures(1, 2, 3.0, 4, 5.0))
+    assert (record.gaps, record.outcome, record.figures) == (Gaps(), Outcome.OK, Figures(1, 2, 3.0, 4, 5.0))
