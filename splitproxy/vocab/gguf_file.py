@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from splitproxy.vocab.names import PURPOSES, special_names
 from splitproxy.vocab.vocabulary import (
     BrokenFile,
     Ends,
@@ -25,25 +26,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _PREFIX = "tokenizer.ggml."
 _WANTED = ("general.name", "general.architecture")
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _NORMAL = 2, 3, 4, 1
-# Engines take tokens with these names for special ones even where the file calls them ordinary words ...
-_ENDINGS = (
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
-    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~[ <|channel|> "
-    "<|message|> <|start|> <|constrain|> <\uff5cend\u2581of\u2581sentence\uff5c>"
-)
-# ... and these, unless the file names another token for the purpose.
-_FILLING = {
-    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim\u2581begin\uff5c> <PRE> \u2581<PRE> "
-    "<|code_prefix|> <|prefix|>",
-    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim\u2581hole\uff5c> <SUF> \u2581<SUF> "
-    "<|code_suffix|> <|suffix|>",
-    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim\u2581end\uff5c> <MID> \u2581<MID> "
-    "<|code_middle|> <|middle|>",
-    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
-    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
-    "fim_sep": "<|file_sep|>",
-}
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 def read(path: Path) -> Vocabulary:
@@ -162,13 +145,10 @@ class _Typed:
 
 def _special(tokens: list[str], types: list[int], get: _Typed) -> dict[str, int]:
     """The tokens that are found before a text is cut into words."""
-    names = set(_ENDINGS.split())
-    for purpose, candidates in _FILLING.items():
-        if get.one(f"{purpose}_token_id", int, None) is None:
-            names.update(candidates.split())
+    named = special_names({purpose for purpose in PURPOSES if get.one(f"{purpose}_token_id", int, None) is not None})
     kinds = (_UNKNOWN, _CONTROL, _USER_DEFINED)
     typed = enumerate(zip(tokens, types, strict=False))
-    return {text: token for token, (text, kind) in typed if kind in kinds or text in names}
+    return {text: token for token, (text, kind) in typed if kind in kinds or text in named}
 
 
 def _pairs(merges: list[str]) -> Iterator[tuple[bytes, bytes]]:

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from splitproxy.vocab.patterns import AUTHORS, Pattern
+from splitproxy.vocab.names import special_words
 from splitproxy.vocab.vocabulary import (
     BrokenFile,
     Ends,
@@ -45,6 +46,7 @@ def read(path: Path, family: str) -> Vocabulary:
         raise BrokenFile("holds an id in model.vocab that is no number")
     words = {word: token for text, token in listed.items() if (word := word_bytes(text))}
     ends = _ends(file.get("post_processor"), special)
+    special = special_words(words.items()) | special
     return Vocabulary(words, list(_pairs(model.get("merges"))), special, pattern, ends)
 
 

@@ -25,19 +25,11 @@ _LOWER_CONTRACTION = r"'s|'t|'re|'ve|'m|'ll|'d"
 _BLANKS = r"\s+(?!\S)|\s+"
 
 
-def _words(
-    numbers: str, *, contraction: str = _CONTRACTION, marks: str = "", tail: str = r"[\r\n]*", ends: str = r"\s*[\r\n]+"
-) -> str:
-    """The llama-3 way: a word takes one sign in front of it, signs take line ends behind them."""
+def _words(numbers: str, *, contraction: str = _CONTRACTION, marks: str = "", line_ends: bool = True) -> str:
+    """The llama-3 way: a word takes one sign in front of it; with `line_ends`, signs take those behind them."""
     letters = f"[{L}{marks}]" if marks else L
-    alternatives = [
-        contraction,
-        rf"[^\r\n{L}{N}]?{letters}+",
-        numbers,
-        rf" ?[^\s{L}{marks}{N}]+{tail}",
-        ends,
-        _BLANKS,
-    ]
+    signs = rf"[^\s{L}{marks}{N}]+[\r\n]*" if line_ends else rf"[^\s{L}{marks}{N}\r\n]+"
+    alternatives = (contraction, rf"[^\r\n{L}{N}]?{letters}+", numbers, rf" ?{signs}", r"\s*[\r\n]+", _BLANKS)
     return "|".join(part for part in alternatives if part)
 
 
@@ -106,12 +98,13 @@ _FAMILIES: tuple[tuple[Pattern, str], ...] = (
     ),
     (Pattern(_LLAMA3), "dbrx smaug-bpe chatglm-bpe"),
     (Pattern(_LLAMA3, whole_words=True), "glm4 glm5"),
-    (Pattern(_QWEN2), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
+    (
+        Pattern(_QWEN2),
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe bailingmoe2 llada-moe",
+    ),
     (Pattern(_words(N, marks=M)), "qwen35"),
     (Pattern(_words(N, contraction="")), "ufakzeka"),
-    (Pattern(_words(N, contraction="'[sSdDmMtT]|'[lL][lL]|'[vV][eE]|'[rR][eE]", ends=r"\s*[\r\n]")),
-     "bailingmoe bailingmoe2 llada-moe"),
-    (Pattern(_words(N, tail="").replace(rf"[^\s{L}{N}]+", rf"[^\s{L}{N}\r\n]+")), "seed-coder"),
+    (Pattern(_words(N, line_ends=False)), "seed-coder"),
     (
         Pattern(_GPT2),
         "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4",

@@ -10,6 +10,7 @@ from typing import NoReturn
 import tiktoken
 import tiktoken.load
 
+from splitproxy.vocab.names import special_words
 from splitproxy.vocab.vocabulary import BrokenFile, UnsupportedVocabulary, Vocabulary, pattern_named
 
 _LIMIT_BYTES = 256 * 2**20
@@ -32,7 +33,7 @@ def read(path: Path, family: str, special: Mapping[str, int]) -> Vocabulary:
     words = dict(_ranks(path.read_bytes()))
     if not words:
         raise BrokenFile("holds no ranks")
-    return _vocabulary(words, special, family)
+    return _vocabulary(words, dict(special), family)
 
 
 def _ranks(content: bytes) -> Iterator[tuple[bytes, int]]:
@@ -54,7 +55,7 @@ def named(name: str, family: str, special: Mapping[str, int]) -> Vocabulary:
     wanted = family or _FAMILIES.get(name, "")
     if not wanted:
         raise UnsupportedVocabulary("its pattern is not known here; tokenizer.pattern can name it")
-    return _vocabulary(dict(encoding._mergeable_ranks), special or dict(encoding._special_tokens), wanted)
+    return _vocabulary(dict(encoding._mergeable_ranks), dict(special or encoding._special_tokens), wanted)
 
 
 @contextmanager
@@ -72,8 +73,8 @@ def _refuse(_address: str) -> NoReturn:
     raise BrokenFile("is not in tiktoken's cache (TIKTOKEN_CACHE_DIR), and nothing is fetched at the start")
 
 
-def _vocabulary(words: dict[bytes, int], special: Mapping[str, int], family: str) -> Vocabulary:
+def _vocabulary(words: dict[bytes, int], special: dict[str, int], family: str) -> Vocabulary:
     ids = [*words.values(), *special.values()]
     if len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= 2**31:
         raise BrokenFile("gives an id twice, or one that is no id")
-    return Vocabulary(words, None, dict(special), pattern_named(family))
+    return Vocabulary(words, None, special_words(words.items()) | special, pattern_named(family))
