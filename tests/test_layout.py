@@ -17,7 +17,7 @@ LEVELS: tuple[tuple[str, set[str]], ...] = (
         "pure: one matter each",
         {
             *("access", "adapter", "answer_ids", "config", "figures", "ledger", "router", "speeds", "sse", "translate"),
-            *("verdict", "vocab.patterns", "vocab.ranking", "vocab.special", "vocab.trials"),
+            *("verdict", "vocab.names", "vocab.patterns", "vocab.ranking", "vocab.special", "vocab.trials"),
         },
     ),
     ("pure: built on those", {"flags", "forecast", "vocab.vocabulary", "wire"}),
@@ -72,6 +72,7 @@ TESTED_IN = {
     "screen": "test_live_up.py",
     "vocab.gguf_file": "test_vocab_codec.py",
     "vocab.hf_file": "test_vocab_files.py",
+    "vocab.names": "test_vocab_files.py",
     "vocab.patterns": "test_vocab_files.py",
     "vocab.rank_file": "test_vocab_files.py",
     "vocab.trials": "test_tokenize.py",
