@@ -140,8 +140,10 @@ class Slow:
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slow]:
     pytest.importorskip("xllamacpp", reason="xllamacpp, the engine of the live tests, is not installed")
     model, folder = models.tiny_model("dense", **models.SMALL), tmp_path_factory.mktemp("sessions")
-    common = ("-c", "32768", "--slot-save-path", str(folder), "-b", "512")
-    with live.engine(model, *common, *READER_FLAGS) as reader, live.engine(model, *common, *WRITER_FLAGS) as writer:
+    common = ("-c", "32768", "--slot-save-path", str(folder))
+    # Small batches: what takes time is to notice that nobody listens, not to finish a batch on a busy machine.
+    reader_flags, writer_flags = ((*common, *flags, "-b", "128") for flags in (READER_FLAGS, WRITER_FLAGS))
+    with live.engine(model, *reader_flags) as reader, live.engine(model, *writer_flags) as writer:
         yield Slow(reader, writer, folder)
 
 
