@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from splitproxy.vocab.patterns import AUTHORS, Pattern
 from splitproxy.vocab.names import special_words
+from splitproxy.vocab.patterns import AUTHORS, Pattern
 from splitproxy.vocab.vocabulary import (
     BrokenFile,
     Ends,

@@ -100,7 +100,8 @@ _FAMILIES: tuple[tuple[Pattern, str], ...] = (
     (Pattern(_LLAMA3, whole_words=True), "glm4 glm5"),
     (
         Pattern(_QWEN2),
-        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe bailingmoe2 llada-moe",
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 "
+        "bailingmoe bailingmoe2 llada-moe",
     ),
     (Pattern(_words(N, marks=M)), "qwen35"),
     (Pattern(_words(N, contraction="")), "ufakzeka"),
