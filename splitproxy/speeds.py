@@ -5,9 +5,10 @@ process. A single odd figure changes little; an engine that has become slower or
 """
 
 import math
+import operator
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -16,10 +17,13 @@ from splitproxy.model import RequestRecord, RouteKind
 
 SAMPLES_PER_BUCKET = 5
 BUCKETS_PER_OCTAVE = 2
-SAMPLE_HALF_LIFE = 48.0  # samples after which one counts half
-ROUNDS = 8  # of re-weighting; the sum of absolute deviations has settled by then
+SAMPLE_HALF_LIFE, LEAST_WEIGHT = 48.0, 0.2  # samples after which one counts half; what the oldest still counts
+LEAST_VALUE, MOST_VALUE = 1e-6, 1e13  # milliseconds or bytes beyond which nothing was measured
+ROUNDS = 5  # of re-weighting; the sum of absolute deviations has settled by then
+NOISE = 0.02  # relative; deviations below it are all alike
 SURPRISE = 0.35  # of the logarithm: a third more, or a quarter less, than samples of this size took so far
-SURPRISES = 3  # in a row and the same way: the engine has changed
+SURPRISES = 3  # in a row, and as far off as each other: the engine has changed
+SAMPLES_TO_KNOW = 3  # of a size, before another of it can surprise
 # A slope alone is fitted until the sizes seen lie this far apart: noise would make a large constant of nothing, and
 # predict nonsense for other sizes.
 SPREAD_FOR_TWO, SPREAD_FOR_THREE = 2.0, 8.0
@@ -44,12 +48,12 @@ class _Sample:
 class Fit:
     """value = w0 * size + w1 * part1 + ..., all weights at least 0, fitted to the latest samples of every size.
 
-    The relative deviations are what is kept small, and their absolute values, not their squares: outliers do not pull.
+    What is kept small is the sum of the factors by which samples are missed, not their squares: outliers do not pull.
     """
 
     def __init__(self, parts: int) -> None:
         self._count = parts
-        self._buckets: dict[int, deque[_Sample]] = {}
+        self._buckets: dict[tuple[int, int], deque[_Sample]] = {}
         self._weights: tuple[float, ...] | None = None
         self._samples = 0
         self._surprises: list[float] = []
@@ -66,23 +70,22 @@ class Fit:
 
     def learn(self, parts: tuple[float, ...], value: float) -> None:
         """Take a sample. What no engine can have measured is ignored."""
-        if not all(map(math.isfinite, (*parts, value))) or value <= 0 or parts[0] <= 0 or min(parts) < 0:
+        sound = LEAST_VALUE <= value <= MOST_VALUE and parts[0] > 0 and min(parts) >= 0 and max(parts) <= MOST_VALUE
+        if not sound:
             return
         self._samples += 1
-        bucket = self._buckets.setdefault(
-            math.floor(BUCKETS_PER_OCTAVE * math.log2(parts[0])), deque(maxlen=SAMPLES_PER_BUCKET)
-        )
+        bucket = self._buckets.setdefault(_bucket(parts), deque(maxlen=SAMPLES_PER_BUCKET))
         self._wonder(bucket, parts[0], value)
         bucket.append(_Sample(parts, value, self._samples))
         self._fit()
 
     def _wonder(self, bucket: "deque[_Sample]", size: float, value: float) -> None:
-        """Notice that the engine has become another one: samples of known sizes that all disagree in one way."""
-        if len(bucket) < 2:
+        """Notice that the engine has become another one: samples of known sizes that agree in how far they are off."""
+        if len(bucket) < SAMPLES_TO_KNOW:
             return
         usual = statistics.median(sample.value / sample.size for sample in bucket)
         off = math.log(value / size / usual)
-        if abs(off) < SURPRISE or (self._surprises and self._surprises[-1] * off < 0):
+        if abs(off) < SURPRISE or (self._surprises and abs(self._surprises[-1] - off) >= SURPRISE):
             self._surprises.clear()
         if abs(off) >= SURPRISE:
             self._surprises.append(off)
@@ -103,36 +106,58 @@ class Fit:
         self._surprises.clear()
 
     def _fit(self) -> None:
-        samples = list(chain.from_iterable(self._buckets.values()))
+        samples = list(chain.from_iterable(map(_without_odd_ones, self._buckets.values())))
         sizes = [sample.size for sample in samples]
         spread = max(sizes) / min(sizes)
         wanted = 1 if spread < SPREAD_FOR_TWO else 2 if spread < SPREAD_FOR_THREE else 3
         count = min(wanted, self._count)
         weights = [statistics.median(sample.value / sample.size for sample in samples)] + [0.0] * (count - 1)
         for _ in range(ROUNDS if count > 1 else 0):
-            weights = _solve(self._rows(samples, weights, count), count)
+            weights = self._refined(samples, weights)
         self._weights = (*weights, *([0.0] * (self._count - count)))
 
-    def _rows(
-        self, samples: Iterable[_Sample], weights: Sequence[float], count: int
-    ) -> list[tuple[float, tuple[float, ...]]]:
-        """Each sample's weight in the next round, and its parts relative to its value."""
-        rows = []
+    def _refined(self, samples: Iterable[_Sample], weights: Sequence[float]) -> list[float]:
+        """One round of least squares, in which each sample counts by how well the last round met it.
+
+        It counts so that what adds up is the logarithm of the factor by which it was missed: neither a reading that
+        seems to take no time nor one that takes ever so long has more to say than any other.
+        """
+        count = len(weights)
+        matrix = [[0.0] * count for _ in range(count)]
+        right = [0.0] * count
         for sample in samples:
-            parts = sample.parts[:count]
-            fitted = sum(w * part for w, part in zip(weights, parts, strict=True))
-            off = abs(math.log(fitted / sample.value)) if fitted > 0 else 1.0
-            recent = 0.5 ** ((self._samples - sample.number) / SAMPLE_HALF_LIFE)
-            rows.append((recent / max(off, 0.02), tuple(part / sample.value for part in parts)))
-        return rows
+            parts = [part / sample.value for part in sample.parts[:count]]
+            ratio = max(sum(map(operator.mul, weights, parts)), 1e-9)
+            says = max(abs(math.log(ratio)), NOISE) / max((ratio - 1) ** 2, NOISE**2)
+            says *= max(0.5 ** ((self._samples - sample.number) / SAMPLE_HALF_LIFE), LEAST_WEIGHT)
+            for i, part in enumerate(parts):
+                right[i] += says * part
+                for j in range(i, count):
+                    matrix[i][j] += says * part * parts[j]
+        return _solve(matrix, right)
 
 
-def _solve(rows: Sequence[tuple[float, tuple[float, ...]]], count: int) -> list[float]:
-    """The weighted least squares of `sum(w * part) = 1`, with no weight below 0."""
-    matrix = [[sum(w * x[i] * x[j] for w, x in rows) for j in range(count)] for i in range(count)]
-    right = [sum(w * x[i] for w, x in rows) for i in range(count)]
-    for place in range(1, count):  # what little the samples tell apart goes to the slope
-        matrix[place][place] *= 1.001
+def _bucket(parts: Sequence[float]) -> tuple[int, int]:
+    """Samples whose values must be alike: of about one size and, where more than that counts, of about one shape."""
+    shape = math.frexp(parts[1] / parts[0])[1] if len(parts) > 2 else 0
+    return math.floor(BUCKETS_PER_OCTAVE * math.log2(parts[0])), shape
+
+
+def _without_odd_ones(bucket: Collection[_Sample]) -> list[_Sample]:
+    """Samples of about one size, without those that most of them contradict."""
+    if len(bucket) < SAMPLES_TO_KNOW:
+        return list(bucket)
+    usual = statistics.median(sample.value / sample.size for sample in bucket)
+    return [sample for sample in bucket if abs(math.log(sample.value / sample.size / usual)) < SURPRISE]
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """The solution with no weight below 0, of a symmetric matrix whose lower half is not filled."""
+    count = len(right)
+    for i in range(count):
+        matrix[i][i] *= 1.0 if i == 0 else 1.001  # what little the samples tell apart goes to the slope
+        for j in range(i):
+            matrix[i][j] = matrix[j][i]
     kept = list(range(count))
     while True:
         found = _eliminate([[matrix[i][j] for j in kept] for i in kept], [right[i] for i in kept])

@@ -1,0 +1,143 @@
+"""Seconds of work before each engine: jobs, their phases, queues for slots, and the views that come of them."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from splitproxy.forecast import Forecast, Phase
+from splitproxy.model import Api, Ask, DecodeView, PairState, PrefillView, Reason, Route, RouteKind
+
+ASK = Ask(Api.CHAT, "/v1/chat/completions", b"{}", stream=True, max_tokens=10)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def forecast(clock: Clock) -> Forecast:
+    return Forecast(clock=clock)
+
+
+def test_a_reading_job_shrinks_as_time_goes_by(forecast: Forecast, clock: Clock) -> None:
+    """What waits counts in full, what has begun counts less, and what takes longer than predicted still counts."""
+    with forecast.job("r", 10.0) as job:
+        clock.now += 50
+        assert forecast.backlog_s("r") == 10
+        job.begin(Phase.READING)
+        clock.now += 4
+        assert forecast.backlog_s("r") == 6
+        clock.now += 100
+        assert 0 < forecast.backlog_s("r") < 1
+        assert forecast.backlog_s("other") == 0
+    assert forecast.backlog_s("r") == 0
+
+
+def test_an_engine_that_reports_its_pace_is_believed(forecast: Forecast, clock: Clock) -> None:
+    """The time left follows the engine's own progress, from the part that it had not read before."""
+    with forecast.job("r", 10.0) as job:
+        job.begin(Phase.READING)
+        job.report(400, 1000)
+        assert forecast.backlog_s("r") == 10
+        clock.now += 5
+        job.report(500, 1000)
+        assert forecast.backlog_s("r") == pytest.approx(25)
+        clock.now += 5
+        assert forecast.backlog_s("r") == pytest.approx(20)
+
+
+def test_a_silent_answer_is_taken_to_be_written_once_its_prompt_must_be_read(forecast: Forecast, clock: Clock) -> None:
+    """Where nothing streams, the prediction stands for the sign that was not given."""
+    with forecast.job("w", 4.0, 6.0, streamed=False) as silent, forecast.job("v", 4.0, 6.0) as heard:
+        for job in (silent, heard):
+            job.begin(Phase.READING)
+        clock.now += 5
+        assert (silent.at(clock.now), heard.at(clock.now)) == (Phase.WRITING, Phase.READING)
+        assert silent.left_s(clock.now) == 5
+
+
+@contextmanager
+def jobs(forecast: Forecast, *phases: tuple[Phase, float, float]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for phase, read_s, write_s in phases:
+            job = stack.enter_context(forecast.job("w", read_s, write_s))
+            if phase is not Phase.WAITING:
+                job.begin(phase)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("free", "phases", "wait_s"),
+    [
+        (1, [], 0),
+        (2, [(Phase.WRITING, 0, 9)], 0),
+        (0, [(Phase.WRITING, 0, 9)], 9),
+        (0, [(Phase.READING, 3, 4), (Phase.WRITING, 0, 9)], 7),
+        (0, [(Phase.WRITING, 0, 9), (Phase.WAITING, 1, 2)], 12),
+        (0, [(Phase.WRITING, 0, 9), (Phase.WRITING, 0, 5), (Phase.WAITING, 1, 2)], 8),
+        (1, [(Phase.WAITING, 1, 2)], 3),
+        (0, [], 0),
+    ],
+)  # fmt: skip
+def test_the_wait_for_a_slot(
+    forecast: Forecast, free: int, phases: list[tuple[Phase, float, float]], wait_s: float
+) -> None:
+    """A request gets the first slot that is left over by those that run and those that came before it."""
+    with jobs(forecast, *phases):
+        assert forecast.wait_s("w", free) == wait_s
+
+
+def test_the_views_get_their_seconds(forecast: Forecast, clock: Clock) -> None:
+    """Speeds and jobs become the seconds that the router weighs."""
+    speeds = forecast.speeds
+    speeds.learn_reading("w", 0, 1000, 4000)
+    speeds.learn_reading("r", 0, 1000, 1000)
+    speeds.learn_move("r", "w", 1000, 1_000_000, 100, 50)
+    with jobs(forecast, (Phase.WRITING, 0, 9), (Phase.READING, 3, 4)), forecast.job("r", 2.0):
+        view = forecast.decode_view(DecodeView("w", 100, 8192, 0), 1101)
+        assert (view.streams, view.wait_s, view.reading_s) == (1, 7, 3)
+        assert view.read_s == pytest.approx(4.0, rel=0.1)
+        move = forecast.prefill_view(PrefillView("r", "w", True, PairState.PROVEN, 8192, 0, True), 1001)
+        assert (move.queue_s, move.read_s, move.save_s, move.restore_s) == pytest.approx((2, 1, 0.1, 0.05), rel=0.01)
+        assert forecast.decode_view(DecodeView("w", 0, 8192, 0), None).read_s is None
+
+
+def test_the_work_of_a_request(forecast: Forecast) -> None:
+    """A local answer reads what is not held; a moved one only restores; both write a usual answer at most."""
+    speeds = forecast.speeds
+    speeds.learn_reading("w", 0, 1000, 4000)
+    speeds.learn_move("r", "w", 1000, 1_000_000, 100, 50)
+    speeds.engine("w").writing.learn(100)
+    local = Route(RouteKind.LOCAL, Reason.WARM, "w", held_tokens=500, prompt_tokens=1000)
+    moved = Route(RouteKind.HANDOVER, Reason.FORCED, "w", "r", 1000, 0, 999, prefill_read_s=3.0)
+    with forecast.answering(local, ASK, 1000, moved=False) as job:
+        assert (job.read_s, job.write_s) == pytest.approx((2.0, 1.0), rel=0.01)
+    with forecast.answering(moved, ASK, 1000, moved=True) as job:
+        assert job.read_s == pytest.approx(0.05, rel=0.01)
+    with forecast.answering(moved, ASK, 1000, moved=False) as job:
+        assert job.read_s == pytest.approx(4.0)
+    with forecast.reading_ahead(moved) as job:
+        assert job.engine == "r"
+        assert job.read_s == pytest.approx(3.1, rel=0.01)
+
+
+def test_readings_at_the_same_time_are_marked(forecast: Forecast, clock: Clock) -> None:
+    """Figures of two prompts that one engine read at once are not taken for its speed; those before and after are."""
+    with forecast.job("w", 4.0) as before:
+        before.begin(Phase.READING)
+        before.begin(Phase.WRITING)
+        with forecast.job("w", 4.0) as one, forecast.job("w", 4.0) as two, forecast.job("v", 4.0) as elsewhere:
+            for job in (one, two, elsewhere):
+                job.begin(Phase.READING)
+            assert [job.crowded for job in (before, one, two, elsewhere)] == [False, True, True, False]
+            two.begin(Phase.READING, "v")
+            assert elsewhere.crowded
