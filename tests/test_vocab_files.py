@@ -4,6 +4,8 @@ import base64
 import json
 import resource
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,6 +308,20 @@ def test_a_broken_file_of_ranks_ends_in_one_sentence(
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=sentence):
         files.read(str(path), family, special)
+
+
+def test_a_broken_source_ends_the_start(tmp_path: Path) -> None:
+    """The command exits with 2 and one sentence, before any engine is needed; no traceback, no log."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(BROKEN["a 5 GB list"][0])
+    config = tmp_path / "c.toml"
+    engines = '[[engines]]\nrole = "decode"\nurl = "http://127.0.0.1:9"\n'
+    config.write_text(f'tokenizer.source = "{path}"\nsplit.dir = "{tmp_path}/s"\nlisten = "127.0.0.1:0"\n{engines}')
+    command = [sys.executable, "-m", "splitproxy", "serve", "-c", str(config)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"tokenizer: {path}: claims to hold a list of 5368709120 entries")
 
 
 def test_a_source_that_is_not_there_ends_in_one_sentence(tmp_path: Path) -> None:
