@@ -12,7 +12,7 @@ from splitproxy.config import Launch
 from splitproxy.model import Role
 
 # A batch is the shortest piece of reading that can be cancelled; 512 costs a few per cent of reading speed.
-PREFILL_BATCH = 512
+READING_BATCH = 512
 # A session file carries every checkpoint that its slot holds, and each may be many megabytes.
 PREFILL_CHECKPOINTS = 3
 DECODE_CHECKPOINTS = 4
@@ -165,8 +165,11 @@ def engine_flags(
         defaults = [(_CACHE_RAM, 0), (_CHECKPOINTS, DECODE_CHECKPOINTS)]
     else:
         flags += ["-np", "1"]
-        defaults = [(_BATCH, PREFILL_BATCH), (_CHECKPOINTS, PREFILL_CHECKPOINTS)]
+        defaults = [(_BATCH, READING_BATCH), (_CHECKPOINTS, PREFILL_CHECKPOINTS)]
     if gpu(launch, role) is None:
+        if role is Role.DECODE:
+            # On the CPU a batch of the engine's own size takes seconds: too long for whoever leaves, or writes beside.
+            defaults.append((_BATCH, READING_BATCH))
         defaults.append((_GPU_LAYERS, 0))
     if threads is not None:
         defaults += [(_THREADS, threads), (_THREADS_BATCH, threads)]

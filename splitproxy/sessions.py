@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -26,13 +27,43 @@ T = TypeVar("T")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - session files belong in RAM
 DEFAULT_DIR = SHARED_MEMORY / "splitproxy"
 MEMORY_NEEDED_BYTES = 6 * 1024**3
+FRESH_S = 60.0
+_FRESH_PREFIX = "splitproxy-run-"
 _PREFIX, _SUFFIX = "splitproxy-", ".session"
 
 
 def fresh_dir() -> Path:
-    """A new private folder: in RAM when more than 6 GiB are free there, else in the temp folder."""
+    """A new private folder: in RAM when more than 6 GiB are free there, else in the temp folder.
+
+    Folders of this kind that a killed proxy has left behind are removed first: each holds transcripts, and its name is
+    known to nobody else.
+    """
     roomy = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > MEMORY_NEEDED_BYTES
-    return Path(tempfile.mkdtemp(prefix="splitproxy-", dir=SHARED_MEMORY if roomy else None))
+    parent = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
+    for folder in parent.glob(f"{_FRESH_PREFIX}*"):
+        if _is_abandoned(folder):
+            log.warning("removed %s, which a killed proxy had left behind", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=_FRESH_PREFIX, dir=parent))
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether a fresh folder of this user has no owner any more. One that was just made may not be locked yet."""
+    try:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return False
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return time.time() - status.st_mtime > FRESH_S
+    finally:
+        os.close(lock)
 
 
 class SessionStore:

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,3 +261,22 @@ def test_where_a_fresh_folder_is(
 def test_free_bytes_are_those_of_the_folder(store: SessionStore) -> None:
     """The room for session files is what is free where they go."""
     assert 0 < store.free_bytes() <= shutil.disk_usage(store.folder).total
+
+
+@pytest.mark.parametrize(("age_s", "owned", "stays"), [(120, False, False), (120, True, True), (0, False, True)])
+def test_a_folder_that_a_killed_proxy_left_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, age_s: float, owned: bool, stays: bool
+) -> None:
+    """The next start removes a private folder that nobody owns, and no other."""
+    monkeypatch.setattr("splitproxy.sessions.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("splitproxy.sessions.MEMORY_NEEDED_BYTES", 0)
+    left = fresh_dir()
+    (left / f"splitproxy-{'0' * 32}.session").write_text("transcript")
+    store = SessionStore(left)
+    if owned:
+        store.open()
+    os.utime(left, (time.time() - age_s,) * 2)
+    fresh_dir()
+    assert left.exists() is stays
+    if owned:
+        store.close()
