@@ -161,10 +161,9 @@ class Admission:
 
     def _bound_the_queue(self) -> None:
         """Turn away whoever is last in line when too many wait. Who has begun, and waits for the next step, stays."""
-        waiting = [waiter for waiter in self._waiters if not waiter.lease.done()]
-        if len(waiting) <= self._limit:
-            return
-        if last := next((waiter for waiter in reversed(waiting) if not waiter.turn.used), None):
+        waiting = [waiter for waiter in self._waiters if not waiter.turn.used and not waiter.lease.done()]
+        if len(waiting) > self._limit:
+            last = waiting[-1]
             self._waiters.remove(last)
             last.lease.set_exception(self._turned_away(Fault.QUEUE_FULL, "too many requests are waiting"))
 

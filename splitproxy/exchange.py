@@ -40,7 +40,7 @@ STALE_TOKENS = 256  # that a slot held when a request was routed, and holds no m
 # restarted or used by others. Models with a sliding window or a recurrent state lose some, but never that much.
 MISTAKE_TOKENS = 256
 MISTAKE_FACTOR = 8
-BYTES_PER_TOKEN_GUESS = 3  # of a body that was not tokenized, for the pool's books
+BYTES_PER_TOKEN_GUESS = 2  # of a body that could not be tokenized, for the pool's books
 
 
 class StaleRoute(SplitproxyError):  # noqa: N818 - no error for anybody
@@ -390,9 +390,10 @@ class _Request:
         """The answer's share of the pool while it runs; followed where nobody knows how large it will be."""
         fleet = self.exchange.fleet
         share = Share(lease, self.prompt_tokens, self.exchange.ledger, fleet.watch(lease.engine), fleet.erase)
-        bounded = self.ask.max_tokens is not None and self.tokens is not None
+        limited = self.ask.max_tokens is not None
+        surely = limited and (self.tokens is not None or self.short)
         try:
-            async with nullcontext() if bounded or lease.slot is None else share.followed():
+            async with nullcontext() if surely or lease.slot is None else share.followed(limited):
                 yield share
         finally:
             self.filled = share.cells
@@ -405,7 +406,17 @@ class _Request:
     @property
     def prompt_tokens(self) -> int:
         """How many tokens the prompt has, or an estimate."""
-        return len(self.known) if self.tokens is not None else len(self.ask.body) // BYTES_PER_TOKEN_GUESS
+        if self.tokens is not None:
+            return len(self.tokens)
+        if self.short:  # a token is a byte at least
+            return len(self.ask.body) + self.exchange.fleet.template_bytes
+        return len(self.ask.body) // BYTES_PER_TOKEN_GUESS
+
+    @property
+    def short(self) -> bool:
+        """Whether the prompt is surely short, though nobody has counted it."""
+        floor, template = self.exchange.settings.rules.floor, self.exchange.fleet.template_bytes
+        return self.ask.not_splittable is None and surely_shorter(self.ask, floor, template)
 
     async def _decode_lease(self, route: Route) -> Lease:
         ledger, count = self.exchange.ledger, self.prompt_tokens

@@ -29,6 +29,7 @@ class Share:
         self._watch = watch
         self._erase = erase
         self._filled = prompt_tokens
+        self._one_at_a_time = asyncio.Lock()
 
     async def written(self, tokens: int) -> None:
         """So many tokens were added. Raises RequestError when there is no room for them."""
@@ -37,20 +38,22 @@ class Share:
             await self._extend(self._filled + STEP_TOKENS)
 
     async def _extend(self, cells: int) -> None:
-        erase = self._ledger.grow(self.lease, cells)
-        if erase is None:
-            raise RequestError(Fault.OUT_OF_ROOM, "the answer outgrew the decode engine's memory; set max_tokens")
-        self.cells = max(self.cells, cells)
-        await self._erase(self.lease, erase)
+        async with self._one_at_a_time:
+            erase = self._ledger.grow(self.lease, cells)
+            if erase is None:
+                raise RequestError(Fault.OUT_OF_ROOM, "the answer outgrew the decode engine's memory; set max_tokens")
+            self.cells = max(self.cells, cells)
+            await self._erase(self.lease, erase)
 
     @asynccontextmanager
-    async def followed(self) -> AsyncIterator[None]:
+    async def followed(self, limited: bool) -> AsyncIterator[None]:
         """Ask the engine itself, now and then, how much the answer fills: events tell it roughly, and a whole answer
-        tells nothing before it is complete."""
-        async with _beside(self._follow()):
+        tells nothing before it is complete. A `limited` one needs no more than was reserved, unless the prompt's length
+        was estimated wrongly."""
+        async with _beside(self._follow(limited)):
             yield
 
-    async def _follow(self) -> None:
+    async def _follow(self, limited: bool) -> None:
         before = 0
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -58,7 +61,7 @@ class Share:
                 filled = (await self._watch.look())[self.lease.number].filled
                 step = max(STEP_TOKENS, 2 * (filled - before))  # before the next look it writes as much again
                 before = filled
-                if filled + step > self.cells:
+                if filled + (0 if limited else step) > self.cells:
                     await self._extend(filled + 2 * step)
 
 

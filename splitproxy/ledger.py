@@ -61,13 +61,14 @@ class _Slot:
     reserved: int = 0  # cells of the pool for the request that has the lease
     used: int = 0  # the ledger's own clock at the last release
     doomed_by: int | None = None  # the slot whose lease needs this one emptied; until then it cannot be had
+    until_erased: int = 0  # cells that this slot and those that it dooms fill until then
 
     @property
     def cells(self) -> int:
         """Cells of the pool that this slot may fill."""
         if self.doomed_by is not None:
             return 0
-        return self.reserved if self.lease is not None else self.holding.occupied
+        return max(self.reserved, self.until_erased) if self.lease is not None else self.holding.occupied
 
 
 @dataclass(slots=True)
@@ -94,6 +95,8 @@ class _Engine:
             erase.append(idle)
         if spare < cells:
             return None
+        if erase:
+            slot.until_erased = slot.cells + sum(idle.cells for idle in erase)
         for idle in erase:
             idle.doomed_by = slot.number
             idle.holding = Holding(occupied=idle.holding.occupied)
@@ -244,7 +247,9 @@ class Ledger:
         """The idle slots that stood in a lease's way can be had again; those in `emptied` hold nothing any more."""
         if lease.slot is None or not self.is_current(lease):
             return
-        for slot in self._engines[lease.engine].slots:
+        slots = self._engines[lease.engine].slots
+        slots[lease.slot].until_erased = 0
+        for slot in slots:
             if slot.doomed_by == lease.slot:
                 slot.doomed_by = None
                 if slot.number in emptied:

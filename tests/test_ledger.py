@@ -229,6 +229,18 @@ def test_a_slot_cannot_be_had_until_it_is_erased() -> None:
     assert claim(ledger, C).erase == ()
 
 
+def test_room_is_there_when_it_is_erased() -> None:
+    """What is still to be erased for one request gives no room to another."""
+    ledger = opened(slots=3)
+    left_with(ledger, ids((1, 800)))
+    lease = claim(ledger, B, growth=300)
+    assert (lease.cells, lease.erase) == (400, (0,))
+    assert ledger.claim("w", C, 100, 200) is None
+    assert ledger.claim("w", C, 100, 100) is not None
+    ledger.erased(lease, lease.erase)
+    assert ledger.claim("w", C, 100, 300) is not None
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["the erasing failed", "the request went before it"])
 def test_a_slot_that_was_not_erased_stays_filled(ends: bool) -> None:
     """It can be had again, it is believed to hold nothing, and the next request that needs its room erases it."""
