@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 import orjson
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from multidict import CIMultiDict
 
 from splitproxy import access, config, metrics
@@ -42,10 +43,22 @@ log = logging.getLogger(__name__)
 
 MIB = 2**20
 RECENT_REQUESTS = 50
+BODY_S = 300.0  # for a client to send its body; one that breaks off in its middle is not noticed otherwise
 CUT_S = 0.1  # for connections to close once their requests have ended; aiohttp takes 0 for no limit
 REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT = web.RequestKey("client", str)
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/metrics"})  # without a key: for probes and Prometheus
+
+_http_log = logging.getLogger("splitproxy.http")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """A client that breaks HTTP is no error of ours, and what it sent, a key perhaps, is quoted in aiohttp's words."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+_http_log.addFilter(_is_ours)
 
 
 @dataclass(slots=True)
@@ -155,7 +168,9 @@ async def listening(proxy: Proxy) -> AsyncGenerator[str]:
     Raises LaunchError when the address cannot be had.
     """
     # aiohttp tells a handler that its client has left only when asked to.
-    runner = web.AppRunner(make_app(proxy), handler_cancellation=True, access_log=None, shutdown_timeout=CUT_S)
+    runner = web.AppRunner(
+        make_app(proxy), handler_cancellation=True, access_log=None, shutdown_timeout=CUT_S, logger=_http_log
+    )
     await runner.setup()
     try:
         await _listen(runner, proxy.config)
@@ -221,6 +236,9 @@ class _Front:
             except web.HTTPRequestEntityTooLarge:
                 message = f"the body is larger than {self._proxy.config.max_body_mib} MiB"
                 return _error_response(request, RequestError(Fault.BODY_TOO_LARGE, message))
+            except web.RequestPayloadError:
+                message = "the body is damaged: it is not what its headers say"
+                return _error_response(request, RequestError(Fault.INVALID_REQUEST, message))
             except ClientLeft:
                 raise asyncio.CancelledError from None
 
@@ -234,7 +252,8 @@ class _Front:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
         # Every key is compared in full: the time tells nothing about them.
-        found = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+        # A header may hold any bytes.
+        found = [hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()) for key in keys]
         if not any(found):
             raise RequestError(Fault.UNAUTHORIZED, "a valid API key is needed")
         return f"key {found.index(True)}"
@@ -256,7 +275,7 @@ class _Front:
             target=request.rel_url.raw_path_qs,
             headers=tuple(request.headers.items()),
             client=request[CLIENT],
-            body=await request.read(),
+            body=await _body(request),
         )
         sink = _Sink(request)
         if request.method == "POST" and path in GENERATING:
@@ -384,6 +403,14 @@ class _client_errors:  # noqa: N801 - reads as a statement
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ConnectionError):
             raise ClientLeft("the client's connection is closed") from None
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise RequestError(Fault.INVALID_REQUEST, f"the body did not come whole within {BODY_S:g} s") from None
 
 
 def _error_response(request: web.Request, error: RequestError) -> web.Response:
