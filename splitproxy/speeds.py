@@ -147,7 +147,8 @@ def _without_odd_ones(bucket: Collection[_Sample]) -> list[_Sample]:
     """Samples of about one size, without those that most of them contradict."""
     if len(bucket) < SAMPLES_TO_KNOW:
         return list(bucket)
-    usual = statistics.median(sample.value / sample.size for sample in bucket)
+    # One of the values, not the middle of two that may have nothing in common.
+    usual = statistics.median_low(sample.value / sample.size for sample in bucket)
     return [sample for sample in bucket if abs(math.log(sample.value / sample.size / usual)) < SURPRISE]
 
 

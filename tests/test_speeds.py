@@ -97,6 +97,16 @@ def test_an_engine_that_has_changed_is_believed_after_three(factor: float) -> No
     assert error(speeds, 0, 100, factor) < 0.1
 
 
+def test_readings_in_two_minds_are_still_a_guess() -> None:
+    """Half of them contradict the other half: one half is believed."""
+    speeds = Speeds()
+    for factor in (1.0, 40.0) * 4:
+        speeds.learn_reading("e", 0, 500, factor * 1000)
+    predicted = speeds.read_s("e", 0, 500)
+    assert predicted is not None
+    assert 0.9 < predicted < 42
+
+
 @pytest.mark.parametrize("factor", [0.3, 4.0])
 def test_surprises_that_contradict_each_other_change_nothing(factor: float) -> None:
     """Readings that are too slow and too fast in turn tell nothing about the engine."""
