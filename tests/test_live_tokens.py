@@ -2,6 +2,8 @@
 
 import dataclasses
 import random
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
@@ -73,7 +75,7 @@ async def test_each_family_cuts_as_the_engine_does(pre: str, live_engine: StartE
     model = model_of(visible(pre))
     codec = Codec(gguf_file.read(model))
     async with asked(live_engine(model, *FLAGS), session_dir) as server:
-        for text in separated(random_texts(2500, pre, longest=12), "<|x|>"):
+        for text in separated(random_texts(1500, pre, longest=12), "<|x|>"):
             assert codec.encode(text) == await server.tokenize(text)
 
 
@@ -251,6 +253,22 @@ async def test_a_file_that_lies_is_caught(
         record = await front.record(reply)
         assert record.route is not None
         assert record.route.prompt_tokens == reply.timings["cache_n"] + reply.timings["prompt_n"]
+
+
+def test_check_tells_the_first_difference(live_engine: StartEngine, session_dir: Path, tmp_path: Path) -> None:
+    """`splitproxy check` says who makes the ids, and where another model's file first differs."""
+    flags = ("-np", "1", "-c", "2048", "-b", "512", "--cache-ram", "0", "--slot-save-path", str(session_dir))
+    reader, writer = (live_engine(model("tiny"), *flags) for _ in range(2))
+    for source, expected in (("tiny", "ids are made here"), ("smollm2", "from token 0 on, the engine has [")):
+        config = tmp_path / "c.toml"
+        config.write_text(
+            f'split.dir = "{session_dir}"\ntokenizer.source = "{model(source)}"\n'
+            f'[[engines]]\nrole = "prefill"\nurl = "{reader.url}"\n[[engines]]\nrole = "decode"\nurl = "{writer.url}"\n'
+        )
+        command = [sys.executable, "-m", "splitproxy", "check", "-c", str(config)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert expected in ended.stdout
 
 
 def test_a_vocabulary_of_the_demo_model_lacks_bytes() -> None:

@@ -5,10 +5,14 @@ import dataclasses
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
+import gguf
 import pytest
 
 from splitproxy import tokenize
+from splitproxy.app import make_tokenizer
+from splitproxy.config import Config
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, Tokens
 from splitproxy.tokenize import NOT_COMPARED, EngineTokenizer, LocalTokenizer, surely_shorter
@@ -170,6 +174,39 @@ async def test_the_ends_that_a_file_does_not_tell_are_learnt(vocabulary: Vocabul
         assert tokenizer.verdict("writer").local
     assert await tokenizer.encode(LONG) == engine.codec.encode(LONG)
     tokenizer.close()
+
+
+# -- the source --------------------------------------------------------------------------------------------------------
+
+
+def made(tmp_path: Path, source: str = "auto", model: object = None) -> tokenize.Tokenizer:
+    launch = {} if model is None else {"launch": {"model": str(model)}}
+    engines = [{"name": "writer", "role": "decode", "url": "http://127.0.0.1:9"}]
+    return make_tokenizer(Config.model_validate({"engines": engines, "tokenizer": {"source": source}, **launch}))
+
+
+def test_auto_reads_the_model_that_is_started(tmp_path: Path) -> None:
+    """The model file of [launch] where it can be read; without one the engine is asked, and the status says why."""
+    assert isinstance(made(tmp_path, model=tiny_model("dense")), LocalTokenizer)
+    for model in (None, tmp_path / "nothing.gguf"):
+        assert "no model file" in made(tmp_path, model=model).verdict("writer").why
+    assert "engine" in made(tmp_path, "engine", tiny_model("dense")).verdict("writer").why
+
+
+def test_a_vocabulary_that_is_of_no_use_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A sentence-piece model is no fault: one line in the log, and the engine is asked."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    caplog.clear()
+    tokenizer = made(tmp_path, str(path))
+    assert isinstance(tokenizer, EngineTokenizer)
+    (record,) = [record for record in caplog.records if record.name.startswith("splitproxy")]
+    assert "not byte-level BPE" in record.getMessage()
+    assert "not byte-level BPE" in tokenizer.verdict("writer").why
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

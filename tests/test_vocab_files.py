@@ -122,7 +122,6 @@ def test_a_model_file_may_be_cut_anywhere(tmp_path: Path) -> None:
     [
         ([entry("model", "llama")], "'llama'"),
         ([entry("model", "gpt2"), entry("pre", "made-up"), *LISTS], "'made-up'"),
-        ([entry("model", "gpt2"), *LISTS], "'default'"),
         ([*MODEL, value("general.name", 8, text("Phi-3 mini")), *LISTS], "white space"),
         ([entry("model", "gpt2"), entry("pre", "llama-bpe"), *LISTS], "does not say which"),
     ],
@@ -133,6 +132,13 @@ def test_what_cannot_be_done_here_is_no_fault(head: list[bytes], reason: str, tm
     path.write_bytes(gguf_file(*head))
     with pytest.raises(UnsupportedVocabulary, match=reason):
         files.read(str(path), "", {})
+
+
+def test_a_model_file_without_a_family_is_of_the_default_one(tmp_path: Path) -> None:
+    """Files from before families had names are cut as engines cut them."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_file(entry("model", "gpt2"), *LISTS))
+    assert files.read(str(path), "", {}).pattern == PATTERNS["default"]
 
 
 def test_a_model_file_is_read_as_the_engines_read_it(tmp_path: Path) -> None:

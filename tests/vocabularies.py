@@ -155,7 +155,10 @@ def random_texts(count: int, seed: object, alphabet: str = SORTS, longest: int =
     chance = random.Random(str(seed))
     texts = []
     for _ in range(count):
-        runs = (chance.choice(alphabet) * chance.choice((1, 1, 1, 2, 3, 7)) for _ in range(chance.randint(1, longest)))
+        runs = (
+            chance.choice(alphabet) * chance.choice((1, 1, 1, 1, 2, 3, 7, 21))
+            for _ in range(chance.randint(1, longest))
+        )
         texts.append("".join(runs))
     return texts
 

@@ -25,11 +25,13 @@ _LOWER_CONTRACTION = r"'s|'t|'re|'ve|'m|'ll|'d"
 _BLANKS = r"\s+(?!\S)|\s+"
 
 
-def _words(numbers: str, *, contraction: str = _CONTRACTION, marks: str = "", line_ends: bool = True) -> str:
+def _words(
+    numbers: str, *, contraction: str = _CONTRACTION, marks: str = "", line_ends: bool = True, blanks: str = _BLANKS
+) -> str:
     """The llama-3 way: a word takes one sign in front of it; with `line_ends`, signs take those behind them."""
     letters = f"[{L}{marks}]" if marks else L
     signs = rf"[^\s{L}{marks}{N}]+[\r\n]*" if line_ends else rf"[^\s{L}{marks}{N}\r\n]+"
-    alternatives = (contraction, rf"[^\r\n{L}{N}]?{letters}+", numbers, rf" ?{signs}", r"\s*[\r\n]+", _BLANKS)
+    alternatives = (contraction, rf"[^\r\n{L}{N}]?{letters}+", numbers, rf" ?{signs}", r"\s*[\r\n]+", blanks)
     return "|".join(part for part in alternatives if part)
 
 
@@ -55,25 +57,66 @@ def _cased(numbers: str, *, contraction: bool) -> str:
     ))  # fmt: skip
 
 
-def _deepseek3() -> str:
-    """Numbers by three, then runs of Chinese and Japanese, then the rest; each pass ends the pieces of the next."""
+def _eastern(numbers: str, *, line_ends: bool) -> str:
+    """The DeepSeek way: numbers, then runs of Chinese and Japanese, then the rest; each pass bounds the next."""
     east = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]"
     signs = rf"[{P}{S}]"
     other = rf"[^\s{L}{M}{N}{P}{S}]"  # what no alternative takes: it joins the word after it, or stays alone
     before = rf"[^\r\n{L}{P}{S}{N}]"
     return "|".join((
-        rf"{N}{{1,3}}",
+        numbers,
         rf"[{before}&&{east}]?[[{L}{M}]&&{east}]+",
         rf"[{signs}&&{east}]+",
         rf"[{other}&&{east}]+(?=[{other}&&{east}][[{L}{M}]&&{east}])|[{other}&&{east}]+",
         r"[!-/:-@\[-`{-~][A-Za-z]+",
         rf"[{before}--{east}]?[[{L}{M}]--{east}]+",
-        rf" ?[{signs}--{east}]+[\r\n]*",
-        r"\s*[\r\n]+",
+        rf" ?[{signs}--{east}]+" + (r"[\r\n]*" if line_ends else ""),
+        r"\s*[\r\n]+" if line_ends else r"[\r\n]",
         rf"\s+(?=[{N}{east}])",
         _BLANKS,
         rf"[{other}--{east}]+(?=[{other}--{east}][[{L}{M}]--{east}])|[{other}--{east}]+",
     ))  # fmt: skip
+
+
+def _code() -> str:
+    """The way of DeepSeek Coder: words and signs take a blank in front of them; eastern runs are cut out of them."""
+    east = r"[[\u0800-\u9fa5\uac00-\ud7ff]--\s]"
+    blank, rest = r"[\s--[\r\n]]", rf"[^{L}{P}{N}\r\n]"
+    parts = [r"[\r\n]", N]
+    for kind in (L, P):
+        parts += [rf"{blank}?[{kind}--{east}]+", rf"[{kind}&&{east}]+", rf"{blank}(?=[{kind}&&{east}])"]
+    run = rf"[{rest}--{east}]+"
+    return "|".join((*parts, rf"[{rest}&&{east}]+", rf"{run}(?={blank}[{L}{P}])", run))
+
+
+def _signs_first(signs: str, *, blank_before_digits: bool) -> str:
+    """The Falcon way: runs of signs, then words as GPT-2 has them, then ASCII digits by three."""
+    rest = "(?:(?![0-9]{3})" + N + ")+"
+    numbers = rf"[0-9]{{3}}|[ ](?=[0-9]{{3}})| ?{rest}" if blank_before_digits else rf"[0-9]{{3}}|{rest}|[ ](?={N})"
+    return rf"{signs}+| ?{L}+|{numbers}| ?[[^\s{L}{N}]--{signs}]+|\s+(?={signs})|{_BLANKS}"
+
+
+def _by_line() -> str:
+    """Qwen2's way, each line by itself."""
+    blank = r"[\s--\n]"
+    head = rf"{_CONTRACTION}|[^\r\n{L}{N}]?{L}+|{N}| ?[^\s{L}{N}]+\r*"
+    return rf"{head}|\n+|{blank}*\r+|{blank}+(?!\S)|{blank}+"
+
+
+def _between_stops(*, digits_apart: bool) -> str:
+    """The Bloom way: a word is whatever stands between blanks and stops; it takes one blank in front of it."""
+    stops = r"[(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]"
+    word = rf"[^{stops}]"
+    gap = rf"{stops}+(?=[ ]{word})|{stops}+"
+    if digits_apart:
+        return rf"{N}| ?[{word}--{N}]+|[ ](?={N})|{gap}"
+    return rf" ?{word}+|{gap}"
+
+
+_JAIS2_BLANKS = "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4)) + r"|\s{1,2}(?!\S)|\s"
+_EXAONE_MOE = (
+    rf"{_CONTRACTION}|[^\r\n{L}{N}]?(?:{L}{M}*(?:[ ]{L}{M}*)*)+|{N}| ?[^\s{L}{N}]+[\r\n/]?|\s*[\r\n]|{_BLANKS}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +156,17 @@ _FAMILIES: tuple[tuple[Pattern, str], ...] = (
     (Pattern(_SMOLLM), "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"),
     (Pattern(_GPT4O), "gpt-4o llama4 kanana2 talkie minimax-m2"),
     (Pattern(_cased(N, contraction=False), whole_words=True, begins=True), "tekken"),
-    (Pattern(_deepseek3()), "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
+    (Pattern(_eastern(rf"{N}{{1,3}}", line_ends=True)), "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
+    (Pattern(_eastern(N, line_ends=False)), "spark2_5"),
+    (Pattern(_code()), "deepseek-coder"),
+    (Pattern(_words(rf"{N}{{1,3}}", blanks=rf"\s+(?={N})|{_BLANKS}"), whole_words=True), "minicpm5"),
+    (Pattern(_words(rf"{N}{{1,3}}", blanks=_JAIS2_BLANKS)), "jais-2"),
+    (Pattern(_EXAONE_MOE), "exaone-moe"),
+    (Pattern(_by_line()), "laguna"),
+    (Pattern(_signs_first(rf"[{P}$+<=>\^~|`]", blank_before_digits=True)), "falcon"),
+    (Pattern(_signs_first(rf"[{P}$+<=>\^~|]", blank_before_digits=False)), "default"),
+    (Pattern(_between_stops(digits_apart=False)), "bloom poro-chat gpt3-finnish"),
+    (Pattern(_between_stops(digits_apart=True)), "viking"),
 )  # fmt: skip
 
 PATTERNS = {name: pattern for pattern, names in _FAMILIES for name in names.split()}
