@@ -344,19 +344,18 @@ async def test_a_request_keeps_its_place_for_each_step() -> None:
 
 
 async def test_who_has_begun_is_not_turned_away() -> None:
-    """A full queue refuses the last of those who have not begun, however late a begun one joins it."""
+    """Only requests that have not begun fill the queue; one that waits for its next step is never refused."""
     desk = Desk(("r", Role.PREFILL), ("w", Role.DECODE), limit=1)
     busy = await desk.acquire()
     begun = desk.admission.turn("a")
     desk.admission.release(await desk.acquire("r", Role.PREFILL, turn=begun))
-    (waiting,), _ = await queued(desk, "b1")
-    second_step = await desk.wait("a1", turn=begun)
+    tasks, _ = await queued(desk, "b1")
+    tasks.append(await desk.wait("a1", turn=begun))
     with pytest.raises(RequestError) as caught:
-        await waiting
+        await desk.acquire(within_s=1)
     assert caught.value.fault is Fault.QUEUE_FULL
-    desk.admission.release(busy)
-    assert (await second_step).engine == "w"
-    assert desk.admission.rejected == 1
+    assert (desk.admission.rejected, desk.admission.waiting) == (1, 2)
+    assert await in_order(desk, busy, tasks) == "a1 b1"
 
 
 # --- which engines will do

@@ -208,6 +208,15 @@ def test_tokens_that_were_read_again_are_not_cached(exposed: Exposed) -> None:
     assert "prefill_tokens_total{source=cached}" not in counted
 
 
+def test_a_few_tokens_read_twice_are_no_fewer_than_none_cached(exposed: Exposed) -> None:
+    """Where the decode engine reads the last ones of a moved prompt again, nothing was cached, and nothing is owed."""
+    cost = HandoverFigures(1.0, 1.0, 1.0, 1, prefill_read_tokens=99, prefill_cached_tokens=0)
+    counted = exposed.counted(replace(HANDED_OVER, handover=cost, figures=Figures(94, 6, 10.0, 40, 4000.0)))
+    assert counted["prefill_tokens_total{source=local}"] == 6
+    assert counted["prefill_tokens_total{source=remote}"] == 99
+    assert "prefill_tokens_total{source=cached}" not in counted
+
+
 @pytest.mark.parametrize(
     "changes",
     [
