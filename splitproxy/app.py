@@ -368,6 +368,7 @@ class _Sink:
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self.response = web.StreamResponse()
+        self._flowing = False  # whether the next chunk needs none of the server library's care
 
     async def start(self, status: int, headers: Headers, length: int | None) -> None:
         merged = CIMultiDict(headers)
@@ -382,8 +383,14 @@ class _Sink:
             await self.response.prepare(self._request)
 
     async def write(self, data: bytes) -> None:
+        transport = self._request.transport
+        if self._flowing and transport is not None and not transport.get_write_buffer_size():
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            return
         with _client_errors():
             await self.response.write(data)
+        # Headers are out. While the client keeps up, chunks go straight to its connection.
+        self._flowing = self.response.chunked and transport is not None and not transport.is_closing()
 
     async def end(self) -> None:
         with _client_errors():

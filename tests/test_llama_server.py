@@ -505,7 +505,7 @@ async def test_a_clients_request_goes_as_it_came(engine: LlamaServer, wire: Wire
     options = wire.options[0]
     assert options["data"] == b'{"a":1}'
     assert list(options["headers"]) == [("Content-Type", "x/y"), ("traceparent", "t")]
-    assert (options["timeout"].total, options["timeout"].sock_read) == (None, 33)
+    assert options["timeout"].total is None
     assert options["allow_redirects"] is False
 
 

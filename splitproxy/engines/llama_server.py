@@ -236,12 +236,12 @@ class LlamaServer:
         with _translated(Step.DECODE):
             async with asyncio.timeout(None) as timeout:
                 self._calls.add(timeout)
+                silence = _Silence(timeout, silence_s)
                 try:
-                    async with self._request(
-                        call.method, call.target, call.body, headers=call.headers, silence_s=silence_s
-                    ) as response:
-                        yield _HttpAnswer(response)
+                    async with self._request(call.method, call.target, call.body, headers=call.headers) as response:
+                        yield _HttpAnswer(response, silence)
                 finally:
+                    silence.end()
                     self._calls.discard(timeout)
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
@@ -292,17 +292,53 @@ class LlamaServer:
         return found
 
 
+class _Silence:
+    """Ends a call whose engine falls silent. Its timer is moved when it rings, not with each piece of the answer."""
+
+    def __init__(self, timeout: asyncio.Timeout, limit_s: float | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timeout = timeout
+        self._limit_s = limit_s or 0.0
+        self._since: float | None = self._loop.time()  # None: it is the client that is waited for
+        self._timer = self._loop.call_later(self._limit_s, self._ring) if limit_s else None
+
+    def begin(self) -> None:
+        """The engine is waited for."""
+        self._since = self._loop.time()
+
+    def pause(self) -> None:
+        """The engine has said something, and now the client is waited for."""
+        self._since = None
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        now = self._loop.time()
+        due = (now if self._since is None else self._since) + self._limit_s
+        if due > now:
+            self._timer = self._loop.call_at(due, self._ring)
+        elif not self._timeout.expired():
+            self._timeout.reschedule(now)
+
+
 class _HttpAnswer:
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, silence: _Silence) -> None:
         self._response = response
+        self._silence = silence
         self.status = response.status
         self.headers: Sequence[tuple[str, str]] = tuple(response.headers.items())
         self.media_type = response.content_type
 
     async def chunks(self) -> AsyncIterator[bytes]:
+        silence, read = self._silence, self._response.content.readany
         with _translated(Step.DECODE):
-            async for chunk in self._response.content.iter_any():
+            silence.begin()
+            while chunk := await read():
+                silence.pause()
                 yield chunk
+                silence.begin()
 
 
 @contextmanager
