@@ -14,18 +14,21 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from splitproxy import __version__
 from splitproxy.adapter import Engine
 from splitproxy.app import assembled, deadlines, listening, make_engine, make_tokenizer
 from splitproxy.config import Config, load
-from splitproxy.errors import ConfigError, LaunchError
-from splitproxy.model import Role
+from splitproxy.errors import ConfigError, EngineError, LaunchError
+from splitproxy.model import Policy, Role
+from splitproxy.payoff import Ladder, Payoff, lengths
 from splitproxy.probe import Probe
 from splitproxy.sessions import DEFAULT_DIR, SessionStore, fresh_dir
 
 log = logging.getLogger("splitproxy")
+
+Number = TypeVar("Number", int, float)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,10 +67,43 @@ def _parser() -> argparse.ArgumentParser:
         return found
 
     command("serve", _serve, "Serve in front of engines that run already.", needs_config=True)
-    command("check", _check, "Hand over one prompt and show whether it works.", needs_config=True)
+    check = command("check", _check, "Show whether handovers work, and from which length on they pay.", needs_config=True)
+    check.add_argument("--quick", action="store_true", help="only whether they work")
+    check.add_argument("--up-to", metavar="TOKENS", type=_positive(int), default=8192, help="the longest prompt (8192)")
+    check.add_argument("--rounds", metavar="N", type=_positive(int), default=3, help="prompts of each length (3)")
+    check.add_argument("--png", metavar="FILE", type=Path, help="write a picture there, too")
+    _add_bench_arguments(command("bench", _bench, "Put running engines under a load, split and unsplit.", needs_config=True))
     up = command("up", _up, "Start two engines on this machine, and serve in front of them.", needs_config=False)
     up.add_argument("--demo", action="store_true", help="use a small model, fetched at the first time")
     return parser
+
+
+def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("--mix", choices=("chat", "documents", "agent"), default="documents", help="what is asked")
+    bench.add_argument("--rate", type=_positive(float), default=0.5, help="requests a second that arrive (0.5)")
+    bench.add_argument("--concurrency", type=_positive(int), help="clients that wait for answers, in place of --rate")
+    bench.add_argument("--requests", type=_positive(int), default=24, help="of each arm in each round (24)")
+    bench.add_argument("--rounds", type=_positive(int), default=2, help="of both arms in turns (2)")
+    bench.add_argument("--scale", type=_positive(float), default=1.0, help="makes prompts longer or shorter (1)")
+    bench.add_argument("--seed", type=int, default=1, help="other arrivals and lengths")
+    bench.add_argument("--policy", choices=("auto", "threshold", "always"), help="of the split arm; default: as configured")
+    bench.add_argument("--ttft-limit", metavar="SECONDS", type=_positive(float), default=2.0, help="first token (2)")
+    bench.add_argument("--itl-limit", metavar="SECONDS", type=_positive(float), default=0.2, help="p99 of gaps (0.2)")
+    bench.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
+    bench.add_argument("--png", metavar="FILE", type=Path, help="write a picture there")
+
+
+def _positive(kind: type[Number]) -> Callable[[str], Number]:
+    """An argument's type: a finite number above 0."""
+
+    def number(text: str) -> Number:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise ValueError
+        return value
+
+    number.__name__ = f"positive {kind.__name__}"  # what argparse says is wrong
+    return number
 
 
 def _set_up_logging(level: str) -> None:
@@ -178,10 +214,13 @@ async def _unless(stopping: "asyncio.Task[None]", work: Coroutine[Any, Any, None
 async def _check(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from splitproxy import screen
+    from splitproxy import charts, screen
 
     console = Console()
     config = _with_engines(load(options.config, os.environ, options.set))
+    if options.png is not None:
+        charts.require_plots()
+    _end_by_sigterm()
     sources, targets = config.of_role(Role.PREFILL), config.of_role(Role.DECODE)
     if not sources:
         raise ConfigError(['engines: none has role = "prefill"; there is no pair to check'])
@@ -198,8 +237,92 @@ async def _check(options: argparse.Namespace) -> int:
                 if report.passed:  # else the engine may not even answer
                     await tokenizer.meet(writer)
                     screen.show_tokenizer(console, tokenizer.verdict(target.name))
+                    if not options.quick:
+                        await _pays(console, Ladder(reader, writer, 0, 0, deadlines(config.split)), options)
                 passed = passed and report.passed
     return 0 if passed else 1
+
+
+def _end_by_sigterm() -> None:
+    """SIGTERM stops a measurement as Ctrl-C does: engines are left clean."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+async def _pays(console: "Console", ladder: Ladder, options: argparse.Namespace) -> None:
+    """The second half of `check`: prompts of growing length, both ways."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from splitproxy import charts
+
+    context = min((await ladder.source.identify()).context, (await ladder.target.identify()).context)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("does it pay?")
+            ladder.tell = lambda what, done, total: progress.update(
+                task, description=what, completed=done, total=total
+            )
+            payoff = await ladder.climb(lengths(context, options.up_to), options.rounds)
+    except asyncio.CancelledError:
+        console.print("Stopped. The engines' slots are empty again; this is what was measured until then.")
+        charts.show_payoff(console, Payoff(tuple(ladder.rungs)))
+        raise
+    except EngineError as error:
+        raise LaunchError(f"an engine failed while prompts were read: {error}") from None
+    charts.show_payoff(console, payoff)
+    if options.png is not None:
+        charts.save_payoff(options.png, payoff)
+
+
+# -- bench -------------------------------------------------------------------------------------------------------------
+
+
+async def _bench(options: argparse.Namespace) -> int:
+    import orjson
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from splitproxy import charts
+    from splitproxy.bench import Load, benching
+    from splitproxy.measures import Limits
+
+    console = Console()
+    config = _with_engines(load(options.config, os.environ, options.set))
+    if options.png is not None:
+        charts.require_plots()
+    _end_by_sigterm()
+    asked = Load(
+        options.mix, options.requests, options.rate, options.concurrency or 0, options.rounds, options.scale,
+        options.seed, Limits(options.ttft_limit, options.itl_limit),
+    )  # fmt: skip
+    policy = Policy(options.policy) if options.policy else config.split.policy
+    if policy is Policy.NEVER:
+        raise ConfigError(['bench: split.policy is "never", so there is nothing to compare; give --policy'])
+    if config.split.policy is Policy.NEVER:  # which would leave the self-test out
+        config = config.model_copy(update={"split": config.split.model_copy(update={"policy": policy})})
+    logging.getLogger("splitproxy").setLevel(max(logging.WARNING, logging.getLogger().level))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        SessionStore(Path(config.split.dir or DEFAULT_DIR)) as store,
+        Progress(*columns, console=console, transient=True) as progress,
+    ):
+        task = progress.add_task("self-test", total=2 * asked.rounds * asked.requests)
+
+        def told(arm: str, done: int, _total: int) -> None:
+            progress.update(task, description=arm, completed=done)
+
+        async with benching(config, store, asked, told) as bench:
+            await bench.run(policy)
+    arms = bench.summaries()
+    charts.show_comparison(console, asked.title, arms)
+    if options.json is not None:
+        figures = {"load": asked, "policy": policy, "arms": {name: one.as_json() for name, one in arms.items()}}
+        options.json.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    if options.png is not None:
+        charts.save_comparison(options.png, asked.title, arms)
+    return 0
 
 
 @asynccontextmanager

@@ -110,7 +110,7 @@ class Probe:
     async def _prompt(self, length_tokens: int) -> Tokens:
         start = time.perf_counter()
         with self._step("tokens", start):
-            text = _text(length_tokens)
+            text = random_text(length_tokens)
             prompt = (await self.target.tokenize(text)).head(length_tokens)
             same = (await self.source.tokenize(text)).head(length_tokens) == prompt
         self.report.tokens = len(prompt)
@@ -266,7 +266,7 @@ def _speed(figures: Figures) -> float:
     return 1000 * figures.read_tokens / figures.prompt_ms if figures.prompt_ms else 0.0
 
 
-def _text(length_tokens: int) -> str:
+def random_text(length_tokens: int) -> str:
     """Words that no engine has in its cache, enough of them for the length."""
     chance = random.Random()  # noqa: S311 - only has to differ from the last time
     syllables = ("ba", "ker", "lo", "mi", "tan", "ro", "se", "vi", "den", "ul", "gra", "po")
