@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitproxy import __version__
 from splitproxy.adapter import Engine
@@ -25,6 +25,9 @@ from splitproxy.model import Policy, Role
 from splitproxy.payoff import Ladder, Payoff, lengths
 from splitproxy.probe import Probe
 from splitproxy.sessions import DEFAULT_DIR, SessionStore, fresh_dir
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 log = logging.getLogger("splitproxy")
 

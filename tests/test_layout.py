@@ -16,7 +16,7 @@ LEVELS: tuple[tuple[str, set[str]], ...] = (
     (
         "pure: one matter each",
         {
-            *("access", "adapter", "answer_ids", "config", "figures", "ledger", "router", "speeds", "sse", "translate"),
+            *("access", "adapter", "answer_ids", "config", "figures", "measures", "mixes", "ledger", "router", "speeds", "sse", "translate"),
             *("verdict", "vocab.names", "vocab.patterns", "vocab.ranking", "vocab.special", "vocab.trials"),
         },
     ),
