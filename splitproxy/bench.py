@@ -1,7 +1,7 @@
 """The user's own engines under a named load, split against not split, in turns.
 
-Both arms go through the same proxy, whose policy is changed between them, so that all else is equal. The prompts of both
-arrive at the same times and are equally long, and no text is sent twice.
+Both arms go through the same proxy, whose policy is changed between them, so that all else is equal. The prompts of
+both arrive at the same times and are equally long, and no text is sent twice.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

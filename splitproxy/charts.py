@@ -18,20 +18,20 @@ NO_PLOTS = "--png needs matplotlib: pip install 'splitproxy[plots]'"
 
 def show_payoff(console: Console, payoff: Payoff) -> None:
     """The ladder as a table and as bars, and what it says."""
-    table = _table("tokens", "alone", "handed over", "read", "save", "restore", "session", "times sooner")
+    table = _table("tokens", "alone", "moved", "read", "save", "restore", "session", "sooner")
     for rung in payoff.rungs:
-        style = "green" if rung.gain > 1 else "red"
+        style = "green" if rung.pays else "red"
         table.add_row(
             f"{rung.tokens:,}",
             *map(_seconds, (rung.local_s, rung.handover_s, rung.read_s, rung.save_s, rung.restore_s)),
             f"{rung.session_bytes / 2**20:.1f} MiB",
-            Text(f"{rung.gain:.2f}", style),
+            Text(f"{rung.gain:.2f} x", style),
         )
-    console.print("Time to the first token, decode engine alone and by handover, with nothing else to do:")
+    console.print("Time to the first token, read by the decode engine alone, and moved to it:")
     console.print(table)
     rows = []
     for rung in payoff.rungs:
-        rows += [(f"{rung.tokens:,} alone", rung.local_s), ("handed over", rung.handover_s)]
+        rows += [(f"{rung.tokens:,} alone", rung.local_s), ("moved", rung.handover_s)]
     for line in bars(rows, BAR_WIDTH, _seconds):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for line in verdict(payoff):

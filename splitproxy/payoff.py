@@ -20,7 +20,8 @@ STEP_FACTOR = 2
 SLOWEST_S = 60.0  # a prompt that is expected to take longer either way is not read any more
 ROUND_TO_TOKENS = 64
 QUIET_LOOK_S, QUIET_LOOKS = 1.5, 40
-NOBODY = (lambda _step, _done, _total: None)  # fmt: skip
+# Shorter differences are noise: two equal engines must not look as if one paid.
+PAYS_FACTOR = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,10 @@ class Rung:
         """How many times sooner a handover brings the first token."""
         return self.local_s / self.handover_s if self.handover_s else 0.0
 
+    @property
+    def pays(self) -> bool:
+        return self.gain >= PAYS_FACTOR
+
 
 @dataclass(frozen=True, slots=True)
 class Payoff:
@@ -50,11 +55,11 @@ class Payoff:
     @property
     def break_even_tokens(self) -> int | None:
         """The length from which on a handover is quicker; None where it is not, up to the longest that was tried."""
-        if not self.rungs or self.rungs[-1].gain <= 1:
+        if not self.rungs or not self.rungs[-1].pays:
             return None
         paying = self.rungs[-1]
         for rung in reversed(self.rungs[:-1]):
-            if rung.gain <= 1:
+            if not rung.pays:
                 return _crossing(rung, paying)
             paying = rung
         return paying.tokens
@@ -67,8 +72,8 @@ class Payoff:
 
 
 def _crossing(below: Rung, above: Rung) -> int:
-    """Where two straight lines cross that join the measured lengths."""
-    lost, won = below.handover_s - below.local_s, above.local_s - above.handover_s
+    """Where two straight lines that join the measured lengths lie apart by the margin."""
+    lost, won = (abs(rung.local_s - PAYS_FACTOR * rung.handover_s) for rung in (below, above))
     return round(below.tokens + (above.tokens - below.tokens) * lost / (lost + won))
 
 
@@ -126,16 +131,12 @@ class Ladder:
             local_s.append(await self._local(await self._prompt(tokens)))
             self.tell(f"{tokens} tokens, handed over", done + 2 * number + 1, total)
             moves.append(await self._moved(await self._prompt(tokens)))
-        middle = sorted(moves, key=lambda move: move.handover_s)[len(moves) // 2]
-        return Rung(
-            tokens,
-            statistics.median(local_s),
-            statistics.median(move.handover_s for move in moves),
-            middle.read_s,
-            middle.save_s,
-            middle.restore_s,
-            middle.session_bytes,
-        )
+
+        def middle(part: str) -> float:
+            return statistics.median(getattr(move, part) for move in moves)
+
+        parts = (middle(part) for part in ("handover_s", "read_s", "save_s", "restore_s"))
+        return Rung(tokens, statistics.median(local_s), *parts, moves[0].session_bytes)
 
     async def _prompt(self, tokens: int) -> Tokens:
         """A prompt that neither engine has seen, with both slots empty."""
@@ -151,7 +152,7 @@ class Ladder:
     async def _moved(self, prompt: Tokens) -> Rung:
         start = time.perf_counter()
         head = prompt.head(len(prompt) - 1)
-        ticket = await self.source.prefill(head, self.source_slot, self.deadlines, NOBODY)
+        ticket = await self.source.prefill(head, self.source_slot, self.deadlines, _ignore)
         self._tickets.append(ticket)
         redeemed = await self.target.redeem(ticket, self.target_slot, self.deadlines)
         await self.target.sample(prompt, self.target_slot, 1, self.deadlines)
