@@ -70,12 +70,16 @@ def _parser() -> argparse.ArgumentParser:
         return found
 
     command("serve", _serve, "Serve in front of engines that run already.", needs_config=True)
-    check = command("check", _check, "Show whether handovers work, and from which length on they pay.", needs_config=True)
+    check = command(
+        "check", _check, "Show whether handovers work, and from which length on they pay.", needs_config=True
+    )
     check.add_argument("--quick", action="store_true", help="only whether they work")
     check.add_argument("--up-to", metavar="TOKENS", type=_positive(int), default=8192, help="the longest prompt (8192)")
     check.add_argument("--rounds", metavar="N", type=_positive(int), default=3, help="prompts of each length (3)")
     check.add_argument("--png", metavar="FILE", type=Path, help="write a picture there, too")
-    _add_bench_arguments(command("bench", _bench, "Put running engines under a load, split and unsplit.", needs_config=True))
+    _add_bench_arguments(
+        command("bench", _bench, "Put running engines under a load, split and unsplit.", needs_config=True)
+    )
     up = command("up", _up, "Start two engines on this machine, and serve in front of them.", needs_config=False)
     up.add_argument("--demo", action="store_true", help="use a small model, fetched at the first time")
     return parser
@@ -89,7 +93,9 @@ def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--rounds", type=_positive(int), default=2, help="of both arms in turns (2)")
     bench.add_argument("--scale", type=_positive(float), default=1.0, help="makes prompts longer or shorter (1)")
     bench.add_argument("--seed", type=int, default=1, help="other arrivals and lengths")
-    bench.add_argument("--policy", choices=("auto", "threshold", "always"), help="of the split arm; default: as configured")
+    bench.add_argument(
+        "--policy", choices=("auto", "threshold", "always"), help="of the split arm; default: as configured"
+    )
     bench.add_argument("--ttft-limit", metavar="SECONDS", type=_positive(float), default=2.0, help="first token (2)")
     bench.add_argument("--itl-limit", metavar="SECONDS", type=_positive(float), default=0.2, help="p99 of gaps (0.2)")
     bench.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
@@ -264,9 +270,7 @@ async def _pays(console: "Console", ladder: Ladder, options: argparse.Namespace)
     try:
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("does it pay?")
-            ladder.tell = lambda what, done, total: progress.update(
-                task, description=what, completed=done, total=total
-            )
+            ladder.tell = lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
             payoff = await ladder.climb(lengths(context, options.up_to), options.rounds)
     except asyncio.CancelledError:
         console.print("Stopped. The engines' slots are empty again; this is what was measured until then.")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from splitproxy.adapter import Deadlines, Engine, to_the_end
-from splitproxy.errors import EngineError
+from splitproxy.errors import EngineError, Step
 from splitproxy.model import Ticket, Tokens
 from splitproxy.probe import random_text
 
@@ -185,3 +185,7 @@ class Ladder:
                         break
                     await asyncio.sleep(QUIET_LOOK_S)
                 await engine.erase(slot, self.deadlines)
+
+
+def _ignore(_step: Step, _done: int, _total: int) -> None:
+    """Progress that nobody follows."""
