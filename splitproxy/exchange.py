@@ -260,9 +260,11 @@ class _Request:
         try:
             lease = await self._prefill_lease(handover.source)
         except RequestError as error:
-            if error.fault is not Fault.NO_DECODE_ENGINE:
+            # A decode slot that is free now will do; who must wait for that, too, has waited long enough.
+            causes = {Fault.NO_DECODE_ENGINE: Cause.DIED, Fault.QUEUE_TIMEOUT: Cause.TIMEOUT}
+            if (cause := causes.get(error.fault)) is None:
                 raise
-            handover.fail(EngineError(Step.PREFILL, Cause.DIED, "the prefill engine went while it was waited for"))
+            handover.fail(EngineError(Step.PREFILL, cause, "the prefill engine was waited for in vain"))
             return
 
         tell = self._teller()

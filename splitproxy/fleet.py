@@ -34,6 +34,7 @@ PROBE_WAIT_S = 600.0
 INEFFECTIVE_LIMIT = 3
 IDENTIFY_INTERVAL_S = 5.0  # at most so often is an engine that went wrong asked again what it is
 QUIET_LOOKS_S = (0.25, 1.25, 1.5)  # when a slot whose request was cut off is looked at
+STUCK_S = 10.0  # more than an engine needs to finish a batch and to notice that its client has left
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Member:
     backlog_tokens: int = 0  # of prompts that a prefill engine is reading or has yet to read
     looks: int = 0
     failures: int = 0  # in a row
+    stuck: int = 0  # slots that are still at work long after their requests were cut off
     doubted: bool = False  # something went wrong since it was identified: it may be another one by now
     identified: float = 0.0  # when, on the loop's clock
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
@@ -178,7 +180,7 @@ class Fleet:
             PrefillView(
                 engine=source,
                 decode_engine=target,
-                up=pair.source.state is EngineState.READY,
+                up=pair.source.state is EngineState.READY and not pair.source.stuck,
                 pair=pair.state,
                 context=ledger.context(source),
                 waiting=self._admission.waiting_for(source) + ledger.count(source).busy,
@@ -476,18 +478,25 @@ class Fleet:
             self._own(self._release_when_quiet(lease, holding))
 
     async def _release_when_quiet(self, lease: Lease, holding: Holding | None) -> None:
-        watch = self.members[lease.engine].watch
+        member = self.members[lease.engine]
         looks = itertools.chain(QUIET_LOOKS_S, itertools.repeat(QUIET_LOOKS_S[-1]))
+        stuck, loop = 0, asyncio.get_running_loop()
+        late = loop.time() + STUCK_S
         try:
             for wait_s in looks:
                 await asyncio.sleep(wait_s)
                 if not self._ledger.is_current(lease):
                     return
                 with suppress(EngineError):
-                    seen = await watch.look()
+                    seen = await member.watch.look()
                     if not any(state.busy for slot, state in seen.items() if lease.slot in (None, slot)):
                         return
+                if not stuck and loop.time() > late:
+                    stuck = 1
+                    member.stuck += stuck
+                    log.warning("engine %s goes on long after a request was cut off; nothing moves there", lease.engine)
         finally:
+            member.stuck -= stuck
             self._admission.release(lease, holding)
 
 

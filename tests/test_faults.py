@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from splitproxy import fleet
+from splitproxy.engines import llama_server
 from splitproxy.model import EngineState, PairState
 from tests.fake_engine import FakeEngine
 from tests.harness import CHAT, FLOOR, NATIVE, SPLITTABLE, Reply, Running, body, proxy, right_text, until, words
@@ -158,17 +160,22 @@ async def test_a_failure_may_be_wanted_as_an_error(fake: Start, knobs: Json, str
 
 
 @pytest.mark.parametrize("stage", ["tokenize", "template"])
-@pytest.mark.parametrize("trouble", [{"fail": (500, "no")}, {"drop": True}], ids=["refused", "died"])
+@pytest.mark.parametrize(
+    "trouble", [{"fail": (500, "no")}, {"drop": True}, {"hang": True}], ids=["refused", "died", "hangs"]
+)
 @BOTH
-async def test_a_prompt_that_cannot_be_counted_stays(fake: Start, stage: str, trouble: Json, stream: bool) -> None:
+async def test_a_prompt_that_cannot_be_counted_stays(
+    fake: Start, stage: str, trouble: Json, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without ids there is nothing to move: the decode engine reads the client's own body."""
+    monkeypatch.setattr(llama_server, "TOKENIZE_TIMEOUT_S", 0.2)
     reader, writer = await fake(), await fake()
     asked = body(CHAT, LONG, stream=stream)
     async with proxy(reader, writer) as p:
         writer.knobs.update({stage: trouble})
         reply = await p.ask(CHAT, asked)
         assert (reply.way, reply.text) == (("local", "tokenizer_down"), right_text(asked))
-        writer.knobs.update({stage: {"fail": None, "drop": False}})
+        writer.knobs.update({stage: {"fail": None, "drop": False, "hang": False}})
         await recovered(p)
 
 
@@ -361,6 +368,36 @@ async def test_a_prompt_that_waits_for_a_prefill_engine_that_dies_is_answered(fa
         assert [reply.text for reply in replies] == [right_text(body(CHAT, words(3 * FLOOR, seed))) for seed in "ab"]
         assert {reply.headers["X-Splitproxy-Fallback"] for reply in replies} == {"prefill:died"}
         reader.knobs.prefill.hang = False
+        await recovered(p)
+
+
+async def test_a_prompt_that_waits_for_a_prefill_engine_in_vain_is_answered(fake: Start) -> None:
+    """Whoever has waited long enough for a prefill engine that never comes free is answered by the decode engine."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer, split=DEADLINES, queue={"timeout_s": 0.5}) as p:
+        reader.knobs.notice_s = 2
+        reader.knobs.update({"prefill": {"hang": True, "times": 1}})
+        for seed in "ab":
+            reply = await p.long(seed=seed)
+            assert (reply.status, reply.text) == (200, right_text(body(CHAT, words(3 * FLOOR, seed))))
+            assert reply.headers["X-Splitproxy-Fallback"] == "prefill:timeout"
+        reader.knobs.notice_s = 0
+        await recovered(p)
+
+
+async def test_a_prefill_engine_that_does_not_stop_is_not_waited_for(
+    fake: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that is at work long after its request was cut off makes the engine one that is away."""
+    monkeypatch.setattr(fleet, "STUCK_S", 0.1)
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer, split=DEADLINES) as p:
+        reader.knobs.notice_s = 2
+        reader.knobs.update({"prefill": {"hang": True, "times": 1}})
+        assert (await p.long()).headers["X-Splitproxy-Fallback"] == "prefill:timeout"
+        await until(lambda: p.proxy.fleet.members["reader"].stuck)
+        assert (await p.long(seed="next")).way == ("local", "prefill_down")
+        reader.knobs.notice_s = 0
         await recovered(p)
 
 
