@@ -135,8 +135,15 @@ class Ladder:
         def middle(part: str) -> float:
             return statistics.median(getattr(move, part) for move in moves)
 
-        parts = (middle(part) for part in ("handover_s", "read_s", "save_s", "restore_s"))
-        return Rung(tokens, statistics.median(local_s), *parts, moves[0].session_bytes)
+        return Rung(
+            tokens,
+            statistics.median(local_s),
+            middle("handover_s"),
+            middle("read_s"),
+            middle("save_s"),
+            middle("restore_s"),
+            moves[0].session_bytes,
+        )
 
     async def _prompt(self, tokens: int) -> Tokens:
         """A prompt that neither engine has seen, with both slots empty."""
