@@ -426,7 +426,8 @@ def _error_response(request: web.Request, error: RequestError) -> web.Response:
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     body = error_body(api, error.status, str(error), request[REQUEST_ID])
-    return web.Response(status=error.status, body=body, headers=headers, content_type="application/json")
+    headers["Content-Type"] = "application/json; charset=utf-8"
+    return web.Response(status=error.status, body=body, headers=headers)
 
 
 def _json(value: object, status: int) -> web.Response:
