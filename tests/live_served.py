@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Raw:
     """An answer, byte for byte."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: "Message[str, str]"
     body: bytes
 
 
