@@ -26,7 +26,7 @@ WAIT_S = 10.0
 TEST_S = 60.0  # a test that hangs fails, and says where
 FLOOR = 400  # min_prompt_tokens of these tests; a fake engine's token is a byte
 SPLIT: Json = {"min_prompt_tokens": FLOOR, "probe_tokens": 64}
-QUICK = {"HEALTH_INTERVAL_S": 0.05, "SWEEP_INTERVAL_S": 0.05}
+QUICK = {"HEALTH_INTERVAL_S": 0.05, "SWEEP_INTERVAL_S": 0.05, "QUIET_LOOKS_S": (0.05, 1.25, 1.5)}
 ANSWER_TOKENS = 12
 
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
