@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -374,6 +374,7 @@ class _Sink:
         merged = CIMultiDict(headers)
         merged["X-Request-Id"] = self._request[REQUEST_ID]
         merged["Server"] = "splitproxy"
+        _allow_origin(self._request, merged)
         self.response = web.StreamResponse(status=status, headers=merged)
         if length is not None:
             self.response.content_length = length
@@ -427,7 +428,14 @@ def _error_response(request: web.Request, error: RequestError) -> web.Response:
         headers["Retry-After"] = str(error.retry_after_s)
     body = error_body(api, error.status, str(error), request[REQUEST_ID])
     headers["Content-Type"] = "application/json; charset=utf-8"
+    _allow_origin(request, headers)
     return web.Response(status=error.status, body=body, headers=headers)
+
+
+def _allow_origin(request: web.Request, headers: MutableMapping[str, str]) -> None:
+    """What begins before the engine has answered lets a browser read it as the engine would."""
+    if (origin := request.headers.get("Origin")) is not None:
+        headers.setdefault("Access-Control-Allow-Origin", origin)
 
 
 def _json(value: object, status: int) -> web.Response:

@@ -147,8 +147,9 @@ def _messages(fields: Mapping[str, Any]) -> Json:
     chat["messages"] = messages
     if isinstance(tools := fields.get("tools"), list):
         chat["tools"] = [_function(tool) for tool in _objects(tools, "tools")]
-    if isinstance(choice := fields.get("tool_choice"), dict) and choice.get("type") in _TOOL_CHOICES:
-        chat["tool_choice"] = _TOOL_CHOICES[choice["type"]]
+    choice = fields.get("tool_choice")
+    if isinstance(choice, dict) and isinstance(kind := choice.get("type"), str) and kind in _TOOL_CHOICES:
+        chat["tool_choice"] = _TOOL_CHOICES[kind]
     return chat
 
 
