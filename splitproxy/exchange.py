@@ -345,6 +345,7 @@ class _Request:
         while True:
             lease = await self._ready_slot(route)
             job.begin(Phase.READING, lease.engine)
+            self.trace.beside = self.exchange.ledger.beside(lease)
             if room is not None:
                 room.release()  # the session file is gone
             try:

@@ -166,10 +166,12 @@ class Fleet:
         """The engines as the router sees them for one prompt: those that can answer, and the pairs they are in."""
         ledger = self._ledger
         ready = ledger.ready(Role.DECODE)
+        outlooks = {name: ledger.outlook(name, tokens or NOTHING) for name in ready}
         decode = [
             DecodeView(
                 engine=name,
-                held_tokens=0 if tokens is None else ledger.held(name, tokens),
+                held_tokens=outlooks[name][0],
+                beside=outlooks[name][1],
                 context=ledger.context(name),
                 free_slots=ledger.count(name).free,
                 waiting=self._admission.waiting_for(name),

@@ -153,10 +153,10 @@ class Forecast:
         now = self.clock()
         return replace(
             view,
-            streams=sum(job.at(now) is Phase.WRITING for job in jobs),
+            streams=sum(job.at(now) is not Phase.WAITING for job in jobs),
             wait_s=self.wait_s(view.engine, view.free_slots),
             reading_s=sum(job.reading_left_s(now) for job in jobs if job.at(now) is Phase.READING),
-            read_s=self._reading_s(view.engine, view.held_tokens, tokens),
+            read_s=self._reading_s(view.engine, view.held_tokens, tokens, view.beside),
             added_s=self.speeds.added_s(RouteKind.LOCAL, tokens or 1),
         )
 
@@ -172,8 +172,8 @@ class Forecast:
             added_s=self.speeds.added_s(RouteKind.HANDOVER, tokens or 1),
         )
 
-    def _reading_s(self, engine: str, held: int, tokens: int | None) -> float | None:
+    def _reading_s(self, engine: str, held: int, tokens: int | None, beside: int = 0) -> float | None:
         if tokens is None:
             return None
         held = min(held, max(tokens - 1, 0))
-        return self.speeds.read_s(engine, held, max(tokens - 1 - held, 1))
+        return self.speeds.read_s(engine, held + beside, max(tokens - 1 - held, 1))

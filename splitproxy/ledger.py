@@ -170,11 +170,21 @@ class Ledger:
 
     def held(self, engine: str, tokens: Tokens) -> int:
         """How many leading tokens of a prompt the slot that it would get is believed to hold."""
+        return self.outlook(engine, tokens)[0]
+
+    def outlook(self, engine: str, tokens: Tokens) -> tuple[int, int]:
+        """What the slot that a prompt would get is believed to hold of it, and the cells that all other slots fill."""
         if engine not in self._engines:
-            return 0
+            return 0, 0
         books = self._engines[engine]
-        candidates = books.free() or books.slots
-        return _choose(candidates, tokens)[1]
+        slot, held = _choose(books.free() or books.slots, tokens)
+        return held, sum(other.cells for other in books.slots if other is not slot)
+
+    def beside(self, lease: Lease) -> int:
+        """The cells of the pool that slots without a part in a lease may fill."""
+        if not self.is_current(lease):
+            return 0
+        return sum(slot.cells for slot in self._engines[lease.engine].slots if slot.number != lease.slot)
 
     def place(self, engine: str, tokens: Tokens) -> int | None:
         """The slot that a prompt would get if it came now; None where none is free."""

@@ -229,7 +229,8 @@ class DecodeView:
     context: int
     free_slots: int
     waiting: int = 0  # requests that wait for this very engine
-    streams: int = 0  # answers that it writes now, which stand still while a prompt is read
+    streams: int = 0  # requests that it reads or writes for now, which stand still while a prompt is read
+    beside: int = 0  # tokens that its other slots hold
     wait_s: float = 0.0  # until a slot is free
     reading_s: float = 0.0  # that it has yet to read for others
     read_s: float | None = None  # to read what it lacks of the prompt; None: not known yet
@@ -337,6 +338,7 @@ class RequestRecord:
     failure: Failure | None = None
     gaps: Gaps = Gaps()
     decided_ms: float | None = None  # when the route was chosen
+    beside: int = 0  # tokens that other slots of the decode engine held: they slow it down
     crowded: bool = False  # the decode engine read for others at the same time: its figures tell of both
     in_vain: InVain | None = None  # the likely cause, of a handover that was
 

@@ -234,7 +234,7 @@ class Speeds:
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def learn_reading(self, engine: str, start: int, count: int, ms: float) -> None:
-        """The engine read `count` tokens after the first `start`."""
+        """The engine read `count` tokens; `start` it held before, in all of its slots: attention passes over them."""
         if count >= LEAST_READ_TOKENS:
             self.engine(engine).reading.learn(_span(start, count), ms)
 
@@ -252,7 +252,8 @@ class Speeds:
         if figures is None or route is None:
             return
         if not record.crowded:
-            self.learn_reading(record.engine, figures.cached_tokens, figures.read_tokens, figures.prompt_ms)
+            start = figures.cached_tokens + record.beside
+            self.learn_reading(record.engine, start, figures.read_tokens, figures.prompt_ms)
         if figures.answer_tokens > 1 and figures.answer_ms > 0:
             self.engine(record.engine).writing.learn(figures.answer_ms / figures.answer_tokens)
         self._answer.learn(figures.answer_tokens)
@@ -271,7 +272,7 @@ class Speeds:
     # -- predicting ----------------------------------------------------------------------------------------------------
 
     def read_s(self, engine: str, start: int, count: int) -> float | None:
-        """Seconds to read `count` tokens after the first `start`."""
+        """Seconds to read `count` tokens while `start` are held in all of the engine's slots."""
         return 0.0 if count <= 0 else _seconds(self.engine(engine).reading.predict(_span(start, count)))
 
     def session_bytes(self, source: str, target: str, tokens: int) -> int:

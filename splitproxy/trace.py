@@ -36,6 +36,7 @@ class Trace:
     answered: bool = False  # the engine's answer has ended; whatever comes after cannot spoil it
     mistaken: bool = False
     decided: float | None = None
+    beside: int = 0
     crowded: bool = False
     in_vain: InVain | None = None
     handover: Handover | None = None
@@ -104,6 +105,7 @@ class Trace:
             failure=None if handover is None else handover.failure,
             gaps=Gaps(tuple(self.gaps), self.last_chunk - self.first_byte if self.first_byte is not None else 0.0),
             decided_ms=None if self.decided is None else 1000 * (self.decided - self.start),
+            beside=self.beside,
             crowded=self.crowded,
             in_vain=self.in_vain,
         )

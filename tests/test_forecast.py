@@ -104,7 +104,7 @@ def test_the_views_get_their_seconds(forecast: Forecast, clock: Clock) -> None:
     speeds.learn_move("r", "w", 1000, 1_000_000, 100, 50)
     with jobs(forecast, (Phase.WRITING, 0, 9), (Phase.READING, 3, 4)), forecast.job("r", 2.0):
         view = forecast.decode_view(DecodeView("w", 100, 8192, 0), 1101)
-        assert (view.streams, view.wait_s, view.reading_s) == (1, 7, 3)
+        assert (view.streams, view.wait_s, view.reading_s) == (2, 7, 3)
         assert view.read_s == pytest.approx(4.0, rel=0.1)
         move = forecast.prefill_view(PrefillView("r", "w", True, PairState.PROVEN, 8192, 0, True), 1001)
         assert (move.queue_s, move.read_s, move.save_s, move.restore_s) == pytest.approx((2, 1, 0.1, 0.05), rel=0.01)
