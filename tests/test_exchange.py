@@ -553,3 +553,43 @@ async def test_a_refusal_after_a_keep_alive_is_an_event(fake: Start) -> None:
     assert (reply.status, reply.content[:3]) == (200, b":\n\n")
     assert reply.error == {"code": 400, "message": "no such thing", "type": "invalid_request_error"}
     assert (record.status, record.outcome) == (400, "error")
+
+
+# ---- progress ----
+
+
+@pytest.mark.parametrize("path", [*SPLITTABLE, RESPONSES])
+async def test_progress_is_one_count_of_both_engines(fake: Start, path: str) -> None:
+    """A client that asks for it hears how far its prompt is read: by one engine, then by the other, never less."""
+    reader, writer = await pair(fake)
+    asked = body(path, LONG, stream=True, return_progress=True)
+    count = len(prompt_ids(asked))
+    async with proxy(reader, writer) as p:
+        reader.knobs.read_tps = 4000
+        reply = await p.ask(path, asked)
+        record = await p.record(reply)
+    told = [event["prompt_progress"] for event in reply.events if "prompt_progress" in event]
+    assert (record.path, record.effective, reply.text) == ("handover", True, right_text(asked))
+    assert {progress["total"] for progress in told} == {count}
+    done = [progress["processed"] for progress in told]
+    assert done == sorted(done)
+    assert done[0] < count - 1 < done[-1] == count
+    assert {progress["cache"] for progress in told} == {0}
+
+
+async def test_who_does_not_ask_hears_of_no_progress(fake: Start) -> None:
+    """Progress is for those who ask for it."""
+    reader, writer = await pair(fake)
+    async with proxy(reader, writer) as p:
+        reply = await p.ask(CHAT, body(CHAT, LONG, stream=True))
+    assert b"prompt_progress" not in reply.content
+
+
+async def test_sixty_events_arrive_as_sixty_reads(fake: Start) -> None:
+    """A paced stream is not gathered into bursts."""
+    reader, writer = await pair(fake)
+    async with proxy(reader, writer) as p:
+        writer.knobs.decode.pause_s = 0.02
+        reply = await p.ask(CHAT, body(CHAT, "short", stream=True, limit=61))
+    assert len(reply.pieces) >= 61
+    assert max(piece.count(b'"content":"') for piece in reply.pieces) == 1

@@ -255,3 +255,41 @@ def test_no_figure_is_divided_by_nothing(timings: dict[str, int]) -> None:
     cost = HandoverFigures(0.0, 0.0, 0.0, 0, 0, 0)
     out, _ = pass_through(orjson.dumps({"timings": timings}), rewrite=whole_request(cost))
     assert orjson.loads(out)["timings"]["prompt_per_second"] == 0.0
+
+
+def test_usage_of_responses_counts_what_the_prefill_engine_reused() -> None:
+    """Cached input tokens are those of the whole request, and the costs stand beside them."""
+    out, figures = pass_through(RESPONSES, rewrite=whole_request(COST))
+    last = orjson.loads(out.split(b"data: ")[-1])["response"]
+    assert last["usage"]["input_tokens_details"] == {"cached_tokens": 19}
+    assert (last["usage"]["input_tokens"], last["split"]["bytes"]) == (100, 5000)
+    assert figures == Figures(99, 1, 0.0, 7, 0.0)
+
+
+def test_usage_of_messages_counts_what_the_prefill_engine_reused() -> None:
+    """Uncached input tokens are those that either engine read; the last event's own count stays."""
+    out, figures = pass_through(MESSAGES, rewrite=whole_request(COST))
+    first, last = (orjson.loads(part.partition(b"\n\n")[0]) for part in out.split(b"data: ")[1:])
+    assert first["message"]["usage"] == {"cache_read_input_tokens": 19, "input_tokens": 81, "output_tokens": 0}
+    assert first["message"]["split"]["prefill_ms"] == 900.0
+    assert last["usage"] == {"output_tokens": 7}
+    assert figures == Figures(99, 1, 0.0, 7, 0.0)
+
+
+def test_progress_goes_on_where_the_prefill_engine_ended() -> None:
+    """The decode engine's progress never counts back, and its time is added."""
+    out = rewritten(b'{"prompt_progress":{"total":100,"cache":94,"processed":94,"time_ms":3}}')
+    assert out == {"prompt_progress": {"total": 100, "cache": 19, "processed": 99, "time_ms": 1003}}
+
+
+def test_a_calls_arguments_are_no_figures() -> None:
+    """In an answer of one piece only its outermost object has figures: a call's arguments may hold any key."""
+    inner = b'{"type":"tool_use","input":{"usage":{"cache_read_input_tokens":5,"input_tokens":5},"error":{"a":1}}}'
+    usage = b'"usage":{"cache_read_input_tokens":99,"input_tokens":1,"output_tokens":7}'
+    reader = FigureReader(whole_request(COST), whole=True)
+    pieces = (b'{"content":[' + inner[:30], inner[30:] + b"],", usage + b"}")
+    assert [reader.feed(piece) for piece in pieces] == [b"", b"", b""]
+    out = reader.close()
+    assert inner in out
+    assert orjson.loads(out)["usage"] == {"cache_read_input_tokens": 19, "input_tokens": 81, "output_tokens": 7}
+    assert (reader.figures(), reader.failed) == (Figures(99, 1, 0.0, 7, 0.0), False)

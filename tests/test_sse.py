@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitproxy.model import Api
-from splitproxy.sse import EventReader, error_event, keep_alive
+from splitproxy.sse import EventReader, error_event, keep_alive, progress_event
 
 STREAM = (
     b": a comment\n\n"
@@ -83,3 +83,16 @@ def test_an_error_is_one_event(api: Api) -> None:
     event = error_event(api, body)
     assert read(event) == [body]
     assert event.startswith(b"event: error\n") == (api in (Api.MESSAGES, Api.RESPONSES))
+
+
+@pytest.mark.parametrize("api", Api)
+def test_progress_is_an_event_of_its_api(api: Api) -> None:
+    """Each API that has words for progress says it in one whole event; the others say nothing."""
+    told = {"total": 9, "cache": 1, "processed": 4, "time_ms": 2}
+    event = progress_event(api, "r1", 5, told)
+    if api in (Api.MESSAGES, Api.OTHER):
+        assert event == b""
+        return
+    (data,) = EventReader().feed(event)
+    assert orjson.loads(data)["prompt_progress"] == told
+    assert event.startswith(b"event: response.in_progress\n") is (api is Api.RESPONSES)
