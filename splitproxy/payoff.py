@@ -133,7 +133,8 @@ class Ladder:
             moves.append(await self._moved(await self._prompt(tokens)))
 
         def middle(part: str) -> float:
-            return statistics.median(getattr(move, part) for move in moves)
+            seconds: float = statistics.median(getattr(move, part) for move in moves)
+            return seconds
 
         return Rung(
             tokens,

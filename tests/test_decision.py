@@ -110,7 +110,7 @@ async def test_running_answers_are_spared(fake: Start, weight: float, way: tuple
     async with proxy(reader, writer, split={**AUTO, "stall_weight": weight}) as p:
         writer.knobs.write_tps = 30
         running = asyncio.create_task(p.ask(CHAT, body(CHAT, "Go on.", limit=400, stream=True)))
-        await until(lambda: p.proxy.fleet.forecast.decode_view(_view(p), 10).streams == 1)
+        await until(lambda: (_view(p).streams, _view(p).reading_s) == (1, 0))
         assert (await p.long(limit=1)).way == way
         running.cancel()
 

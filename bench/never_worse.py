@@ -1,0 +1,327 @@
+"""Whether deciding by cost is ever worse than not deciding: `auto` against `always` and `never`, over a grid of loads.
+
+    python -m bench.never_worse [--rounds 3] [--cells PATTERN] [--markdown FILE]
+
+Two real engines of this machine, one core each, with a random model of middling speed; for slow saves two fake engines,
+because real ones save too fast into RAM. One proxy stands in front of them, and its policy is changed between runs, in
+another order each round. A cell is a kind of load: short or long prompts, cold or with most of it held by the decode
+engine, one after the other or in bursts (which make whoever reads them busy), and with an idle decode engine or with
+answers running on it. Compared are medians over the rounds of the mean time to the first token and of
+the goodput, which is requests a second that keep both limits; the answers that run are requests like any other.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import fnmatch
+import itertools
+import logging
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from splitproxy.app import Proxy, assembled, listening
+from splitproxy.bench import words_per_token
+from splitproxy.config import Config
+from splitproxy.launch import Launcher
+from splitproxy.load import Caller, client_session
+from splitproxy.measures import Limits, Sample, summarize
+from splitproxy.mixes import Prompt
+from splitproxy.model import Policy, Role
+from splitproxy.sessions import SessionStore, fresh_dir
+from tests.fake_engine import FakeEngine
+from tests.models import SMALL, tiny_model
+
+ARMS = (Policy.AUTO, Policy.ALWAYS, Policy.NEVER)
+FLOOR_TOKENS = 64
+HELD_PART = 0.75  # of a warm prompt
+BURST = 4
+STREAMS = 2
+CHAT_TOKENS, CHAT_ANSWER = 24, 96
+ANSWER_TOKENS = 8
+GAP_LIMIT_S = 0.15
+LATE_FACTOR = {1: 2.5, BURST: 4.5}  # a first token is in time within so many times what reading its prompt alone takes
+BOUND = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A kind of load."""
+
+    engines: str  # real, or fake with a slow save
+    tokens: int
+    warm: bool
+    burst: int
+    streams: int
+    prompts: int
+
+    @property
+    def name(self) -> str:
+        words = (
+            self.engines,
+            "long" if self.tokens > 1000 else "short",
+            "warm" if self.warm else "cold",
+            "bursts" if self.burst > 1 else "single",
+            "answers running" if self.streams else "idle",
+        )
+        return ", ".join(words)
+
+
+def grid() -> list[Cell]:
+    """Sixteen cells of real engines, four with a slow save."""
+    cells = [
+        Cell("real", tokens, warm, burst, streams, 8 if burst > 1 or tokens < 1000 else 5)
+        for tokens, warm, burst, streams in itertools.product((400, 2000), (False, True), (1, BURST), (0, STREAMS))
+    ]
+    cells += [
+        Cell("slow save", 2000, False, burst, streams, 8 if burst > 1 else 5)
+        for burst, streams in itertools.product((1, BURST), (0, STREAMS))
+    ]
+    return cells
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run of a cell came to."""
+
+    first_token_s: float  # mean
+    goodput_rps: float
+    handed_over: int
+
+
+class Stand:
+    """A pair of engines, the proxy, a client and the texts that were not sent yet."""
+
+    def __init__(self, proxy: Proxy, caller: Caller, read_tps: float) -> None:
+        self.proxy = proxy
+        self.caller = caller
+        self._read_tps = read_tps
+        self._seeds = itertools.count(random.randrange(10**9))
+
+    def use(self, policy: Policy) -> None:
+        exchange = self.proxy.exchange
+        rules = replace(exchange.settings.rules, policy=policy)
+        self.proxy.exchange = replace(exchange, settings=replace(exchange.settings, rules=rules))
+
+    async def run(self, cell: Cell, policy: Policy) -> Run:
+        """One run: the prompts, and answers that run all the while."""
+        self.use(policy)
+        start = time.perf_counter()
+        stop = asyncio.Event()
+        chats = [asyncio.create_task(self._chat(start, stop)) for _ in range(cell.streams)]
+        if chats:
+            await asyncio.sleep(0.2)
+        prompts: list[Sample] = []
+        try:
+            for _ in range(cell.prompts // cell.burst):
+                prompts += await self._burst(cell, start)
+        finally:
+            stop.set()
+            answers = [sample for chat in chats for sample in await chat]
+        own = cell.tokens * (1 - HELD_PART if cell.warm else 1)
+        limits = {
+            "prompt": Limits(LATE_FACTOR[cell.burst] * own / self._read_tps + 0.05, GAP_LIMIT_S),
+            "chat": Limits(1.0, GAP_LIMIT_S),
+        }
+        await self._quiet()
+        whole = summarize([*prompts, *answers], limits)
+        return Run(
+            statistics.mean(sample.first_token_s or 99.0 for sample in [*prompts, *answers]),
+            whole.goodput_rps,
+            sum(sample.route == "handover" for sample in prompts),
+        )
+
+    async def _burst(self, cell: Cell, start: float) -> list[Sample]:
+        held = round(HELD_PART * cell.tokens) if cell.warm else 0
+        made = []
+        for _ in range(cell.burst):
+            seed = next(self._seeds)
+            beginning = f"conversation {seed}" if cell.warm else ""
+            prompt = Prompt("prompt", 0, cell.tokens, ANSWER_TOKENS, beginning, held, seed)
+            if cell.warm:  # the turn before; only its answer is not counted
+                await self.caller.ask(replace(prompt, tokens=held + 8, answer_tokens=1), start)
+            made.append(prompt)
+        return list(await asyncio.gather(*(self.caller.ask(prompt, start) for prompt in made)))
+
+    async def _chat(self, start: float, stop: asyncio.Event) -> list[Sample]:
+        samples = []
+        while not stop.is_set():
+            prompt = Prompt("chat", 0, CHAT_TOKENS, CHAT_ANSWER, seed=next(self._seeds))
+            samples.append(await self.caller.ask(prompt, start))
+        return samples
+
+    async def _quiet(self) -> None:
+        while self.proxy.ledger.busy():  # noqa: ASYNC110 - slots are released by nobody who could tell
+            await asyncio.sleep(0.01)
+
+    async def practise(self) -> None:
+        """Let the proxy learn its engines' speeds, as it would in its first minute."""
+        for number, tokens in enumerate((200, 400, 1000, 2000, 400, 2000, 200, 1000)):
+            self.use(Policy.ALWAYS if number % 2 else Policy.NEVER)
+            await self.caller.ask(Prompt("prompt", 0, tokens, ANSWER_TOKENS, seed=next(self._seeds)), 0.0)
+
+
+@asynccontextmanager
+async def stand(config: Config, store: SessionStore) -> AsyncIterator[Stand]:
+    """The proxy between a client and engines that run."""
+    async with assembled(config, store) as proxy, listening(proxy) as url, client_session() as http:
+        await proxy.fleet.first_verdicts()
+        engine = proxy.fleet.engine(proxy.ledger.ready(Role.DECODE)[0])
+        found = Stand(proxy, Caller(url, http, await words_per_token(engine)), 1.0)
+        await found.practise()
+        read_s = proxy.fleet.forecast.speeds.read_s(engine.name, 0, 2000)
+        found._read_tps = 2000 / (read_s or 1.0)
+        yield found
+
+
+@asynccontextmanager
+async def real() -> AsyncIterator[Stand]:
+    """Two engines of this machine, one core each."""
+    with tempfile.TemporaryDirectory() as logs, SessionStore(fresh_dir(), remove_at_close=True) as store:
+        fields = {
+            "listen": "127.0.0.1:0",
+            "split": {"policy": "auto", "min_prompt_tokens": FLOOR_TOKENS, "dir": str(store.folder)},
+            "launch": {
+                "engine": "embedded", "model": str(tiny_model("dense", **SMALL)), "log_dir": logs,
+                "context": 32768, "decode_slots": 8,
+            },
+        }  # fmt: skip
+        config = Config.model_validate(fields)
+        launcher = Launcher(config, store.folder)
+        try:
+            await launcher.start()
+            async with stand(config.model_copy(update={"engines": launcher.engines}), store) as found:
+                yield found
+        finally:
+            await launcher.stop()
+
+
+@asynccontextmanager
+async def slow_save() -> AsyncIterator[Stand]:
+    """Two fake engines whose sessions take as long to save as a disk would; the prefill engine reads twice as fast."""
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(SessionStore(fresh_dir(), remove_at_close=True))
+        reader = await stack.enter_async_context(FakeEngine(slot_dir=store.folder, context=65536))
+        writer = await stack.enter_async_context(FakeEngine(slot_dir=store.folder, slots=8, context=65536))
+        reader.knobs.read_tps, writer.knobs.read_tps, writer.knobs.write_tps = 8000, 4000, 100
+        reader.knobs.save.delay_s = 0.35
+        fields = {
+            "listen": "127.0.0.1:0",
+            "split": {"policy": "auto", "min_prompt_tokens": FLOOR_TOKENS, "dir": str(store.folder)},
+            "engines": [
+                {"name": "reader", "role": "prefill", "url": reader.url},
+                {"name": "writer", "role": "decode", "url": writer.url},
+            ],
+        }
+        async with stand(Config.model_validate(fields), store) as found:
+            yield found
+
+
+Results = dict[Cell, dict[Policy, list[Run]]]
+
+
+async def measure(cells: Sequence[Cell], rounds: int, console: Console) -> Results:
+    """All cells, arms and rounds; the arms change places from round to round."""
+    results: Results = {cell: {arm: [] for arm in ARMS} for cell in cells}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=len(cells) * rounds * len(ARMS))
+        for kind, start in (("real", real), ("slow save", slow_save)):
+            chosen = [cell for cell in cells if cell.engines == kind]
+            if not chosen:
+                continue
+            async with start() as at:
+                for number, cell in itertools.product(range(rounds), chosen):
+                    for place in range(len(ARMS)):
+                        arm = ARMS[(place + number) % len(ARMS)]
+                        progress.update(task, description=f"{cell.name}: {arm}")
+                        results[cell][arm].append(await at.run(cell, arm))
+                        progress.advance(task)
+    return results
+
+
+def table(results: Results) -> list[str]:
+    """The grid in Markdown. The ratios are those of `auto` to the better of the other two; above 1 is better."""
+    lines = [
+        "| load | first token, s: auto | always | never | ratio | goodput/s: auto | always | never | ratio | moved |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cell, arms in results.items():
+        firsts = {arm: [run.first_token_s for run in runs] for arm, runs in arms.items()}
+        goods = {arm: [run.goodput_rps for run in runs] for arm, runs in arms.items()}
+        sooner, better = ratios(arms)
+        moved = statistics.median(run.handed_over for run in arms[Policy.AUTO])
+        row = [
+            cell.name,
+            *(_spread(firsts[arm]) for arm in ARMS),
+            _marked(sooner),
+            *(_spread(goods[arm]) for arm in ARMS),
+            _marked(better),
+            f"{moved:g} of {cell.prompts}",
+        ]
+        lines.append("| " + " | ".join(row) + " |")
+    return lines
+
+
+def ratios(arms: dict[Policy, list[Run]]) -> tuple[float, float]:
+    """How `auto` compares with the better of the other two: in the first token, and in goodput."""
+    first = {arm: statistics.median(run.first_token_s for run in runs) for arm, runs in arms.items()}
+    good = {arm: statistics.median(run.goodput_rps for run in runs) for arm, runs in arms.items()}
+    best = max(good[Policy.ALWAYS], good[Policy.NEVER])
+    return (
+        min(first[Policy.ALWAYS], first[Policy.NEVER]) / first[Policy.AUTO],
+        good[Policy.AUTO] / best if best else 1.0,
+    )
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def _marked(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= BOUND else f"**{ratio:.2f}**"
+
+
+def machine() -> str:
+    """What a result is worth nothing without."""
+    name = ""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        name = next((line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line), "")
+    return f"{datetime.date.today().isoformat()}, {name or platform.processor()}, {os.cpu_count()} cores"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.never_worse", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cells", default="*", help="only cells whose name matches this pattern")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there, too")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    console = Console()
+    cells = [cell for cell in grid() if fnmatch.fnmatch(cell.name, options.cells)]
+    load = os.getloadavg()[1]
+    results = asyncio.run(measure(cells, options.rounds, console))
+    lines = [f"{machine()}; {options.rounds} rounds; load of the machine before: {load:.1f}", "", *table(results)]
+    found = [ratios(arms) for arms in results.values()]
+    held = sum(min(pair) >= BOUND for pair in found)
+    lines += ["", f"{held} of {len(found)} cells at {BOUND} or better in both."]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if options.markdown:
+        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
