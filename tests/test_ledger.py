@@ -580,3 +580,56 @@ class Books(RuleBasedStateMachine):
 
 Books.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestBooks = Books.TestCase
+
+
+# --- slots that the engine chooses
+
+
+def test_a_request_without_a_slot_of_its_own_has_the_engine_until_it_is_known() -> None:
+    """Nobody can have a slot while the engine chooses; then the chosen one is leased, and the others are free."""
+    ledger = opened()
+    lease = ledger.claim("w", A, len(A), 0, alone=True)
+    assert lease is not None
+    assert ledger.is_unsettled(lease)
+    assert (ledger.count("w").free, ledger.claim("w", B, 1, 0), ledger.busy()) == (0, None, 1)
+    settled = ledger.settle(lease, 2)
+    assert (settled.number, ledger.count("w").free, ledger.busy()) == (2, 2, 1)
+    assert not ledger.is_unsettled(settled)
+    ledger.release(settled, Holding(A, occupied=len(A)))
+    assert (claim(ledger, A).number, claim(ledger, A).number != 2) == (2, True)
+
+
+def test_a_choice_as_expected_changes_nothing() -> None:
+    """The slot that was claimed is the one that the engine chose: the lease stays as it is."""
+    ledger = opened()
+    lease = ledger.claim("w", A, len(A), 0, alone=True)
+    assert lease is not None
+    assert ledger.settle(lease, lease.number) is lease
+    assert ledger.count("w").free == 2
+
+
+def test_a_choice_that_never_came_ends_with_the_request() -> None:
+    """Released without having been settled, the lease gives the whole engine back."""
+    ledger = opened()
+    lease = ledger.claim("w", A, len(A), 0, alone=True)
+    assert lease is not None
+    ledger.release(lease)
+    assert (ledger.count("w").free, ledger.busy()) == (3, 0)
+    assert ledger.settle(lease, 1) is lease
+
+
+def test_an_engine_may_choose_only_while_all_its_slots_are_free() -> None:
+    """A slot whose request has not reached the engine yet could be chosen from under it."""
+    ledger = opened()
+    lease = claim(ledger, A)
+    assert ledger.claim("w", B, len(B), 0, alone=True) is None
+    ledger.release(lease)
+    assert ledger.claim("w", B, len(B), 0, alone=True) is not None
+
+
+def test_one_slot_leaves_no_choice() -> None:
+    """On an engine of one slot there is nothing to settle."""
+    ledger = opened(1)
+    lease = ledger.claim("w", A, len(A), 0, alone=True)
+    assert lease is not None
+    assert not ledger.is_unsettled(lease)
