@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from splitproxy.wire import read_ask
 from tests.live_pair import words
 from tests.live_served import FLOOR, Raw, Served, post, served
 
@@ -232,6 +233,23 @@ def test_a_long_prompt_is_answered_as_by_the_engine(place: Served, case: str, st
     assert answer.headers["X-Splitproxy-Route"] == "handover"
     assert "X-Splitproxy-Fallback" not in answer.headers
     assert steady(answer, handed_over=True) == steady(expected, handed_over=True)
+
+
+COUNTERS = {RESPONSES: "/v1/responses/input_tokens", MESSAGES: "/v1/messages/count_tokens"}
+
+
+@pytest.mark.parametrize("case", [case for case, (path, _) in CASES.items() if path in COUNTERS])
+def test_translated_bodies_have_the_ids_that_the_engine_reads(place: Served, case: str) -> None:
+    """The ids made of a Responses or Messages body are those in the slot after it, and as many as the engine counts."""
+    path, body = CASES[case]
+    body = written(body, words(60, case))
+    chat = read_ask(path, json.dumps(body).encode()).chat
+    assert chat is not None
+    text = json.loads(post(f"{place.alone}/apply-template", chat).body)["prompt"]
+    asked = {"content": text, "add_special": True, "parse_special": True}
+    ids = json.loads(post(f"{place.alone}/tokenize", asked).body)["tokens"]
+    assert ids == place.tokens(path, body)
+    assert json.loads(post(place.url + COUNTERS[path], body).body)["input_tokens"] == len(ids)
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=["whole", "stream"])
