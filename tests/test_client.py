@@ -367,3 +367,23 @@ async def test_an_error_waits_for_a_start_that_is_under_way() -> None:
         await failing
     assert [status for status, _, _ in sink.started] == [200]
     assert sink.pieces[-1].startswith(b"data: {")
+
+
+async def test_news_are_written_while_the_answer_is_waited_for() -> None:
+    """An event of our own starts the stream and goes out without waiting for the next ping."""
+    async with waiting(sink := FakeSink(), keep_alive_s=60) as client:
+        client.tell(b"data: 1\n\n")
+        await until(lambda: sink.pieces == [b"data: 1\n\n"])
+        client.tell(b"data: 2\n\n")
+        await until(lambda: sink.pieces[1:] == [b"data: 2\n\n"])
+    assert [status for status, _, _ in sink.started] == [200]
+
+
+async def test_news_end_with_the_answer() -> None:
+    """Once the engine answers, nothing of our own is written between its events."""
+    async with waiting(sink := FakeSink(), keep_alive_s=60) as client:
+        client.tell(b"data: old\n\n")
+        await client.begin(200, [("Content-Type", "text/event-stream")], length=None, one_piece=False)
+        await client.relay(b"data: a\n\n")
+        await client.finish()
+    assert sink.pieces == [b"data: a\n\n"]

@@ -593,3 +593,14 @@ async def test_sixty_events_arrive_as_sixty_reads(fake: Start) -> None:
         reply = await p.ask(CHAT, body(CHAT, "short", stream=True, limit=61))
     assert len(reply.pieces) >= 61
     assert max(piece.count(b'"content":"') for piece in reply.pieces) == 1
+
+
+@pytest.mark.parametrize("asked", [body(CHAT, LONG, stream=True), {"prompt": 5, "bootstrap_host": "x"}])
+async def test_a_browser_may_read_what_begins_before_the_engine_answers(fake: Start, asked: Json) -> None:
+    """Kept-alive streams and errors of our own name the page's origin, as the engine's answers do."""
+    reader, writer = await pair(fake)
+    async with proxy(reader, writer, keep_alive_s=0.05) as p:
+        reader.knobs.read_tps = 4000
+        reply = await p.ask(CHAT, asked, Origin="http://page.example")
+    assert "X-Splitproxy-Route" not in reply.headers
+    assert reply.headers["Access-Control-Allow-Origin"] == "http://page.example"
