@@ -227,6 +227,8 @@ class FakeEngine:
         async def noted(request: web.Request) -> web.StreamResponse:
             call = await self._note(request)
             try:
+                if self.dead:  # the connection was accepted in the moment of the end
+                    await self._cut(request, call)
                 response = await self._answer(request, call, handler)
                 call.status = response.status
             except (asyncio.CancelledError, ConnectionError):
