@@ -18,7 +18,8 @@ Start = Callable[..., Awaitable[FakeEngine]]
 Json = dict[str, Any]
 
 LONG = words(3 * FLOOR)
-DEADLINES = {"prefill_silence_s": 0.3, "transfer_timeout_s": 0.3, "decode_silence_s": 0.3}
+# For trouble that only a deadline ends; elsewhere a busy machine must not bring them about.
+DEADLINES = {"prefill_silence_s": 0.4, "transfer_timeout_s": 0.4, "decode_silence_s": 0.4}
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
@@ -95,7 +96,7 @@ async def test_a_failure_on_the_way_is_no_error(
     """Whatever goes wrong before the decode engine answers, it reads the prompt itself, and one line says so."""
     reader, writer = await fake(), await fake()
     asked = body(CHAT, LONG, stream=stream)
-    async with proxy(reader, writer, split=DEADLINES) as p:
+    async with proxy(reader, writer, split=DEADLINES if reason == "timeout" else {}) as p:
         (reader if role == "prefill" else writer).knobs.update(once(knobs))
         reply = await p.ask(CHAT, asked)
         record = await p.record(reply)
@@ -116,7 +117,7 @@ async def test_a_decode_engine_that_dies_at_the_restore_is_an_error(
 ) -> None:
     """Without a decode engine nobody answers; the session file is gone, and the error says when to come again."""
     reader, writer = await fake(), await fake()
-    async with proxy(reader, writer, split=DEADLINES) as p:
+    async with proxy(reader, writer) as p:
         writer.knobs.update(once({"restore": {"die": True}}))
         reply = await p.long(stream=stream)
         assert (reply.status, reply.json["error"]["type"]) == (503, "unavailable_error")
@@ -216,7 +217,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(
     """After the first byte, all that is left is to say that there is no more to come."""
     reader, writer = await fake(), await fake()
     asked = body(CHAT, prompt, stream=True)
-    async with proxy(reader, writer, split=DEADLINES) as p:
+    async with proxy(reader, writer, split=DEADLINES if "stall_after" in knobs else {}) as p:
         writer.knobs.update(once({"decode": knobs}))
         reply = await p.ask(CHAT, asked)
         record = await p.record(reply)
