@@ -21,7 +21,8 @@ class SlotWatch:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._turn = asyncio.Lock()
-        self._begun = 0
+        self._begun = 0  # looks
+        self._latest = 0  # the number of the look that has ended last, if it was not given up
         self._times = deque([float("-inf")] * BURST, maxlen=BURST)
         self._seen: Mapping[int, SlotState] | EngineError = {}
 
@@ -29,7 +30,7 @@ class SlotWatch:
         """What each slot does, as seen after this was called. Raises EngineError."""
         begun = self._begun
         async with self._turn:
-            if self._begun == begun:
+            if self._latest <= begun:
                 await self._look()
         if isinstance(self._seen, EngineError):
             raise self._seen
@@ -44,3 +45,4 @@ class SlotWatch:
             self._seen = await self._engine.slots()
         except EngineError as error:
             self._seen = error
+        self._latest = self._begun

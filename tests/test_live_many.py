@@ -2,9 +2,9 @@
 is the one that its conversation gets alone.
 
 The engine is not bit-stable: how a prompt was cut into batches, and what else was computed in the same step, changes
-the last digits of its logits, and one answer in fifty or so turns on two tokens that are as likely as each other. Such an
-answer must be one that the engine might have given unsplit: each of its tokens is its own first choice there, or misses
-that by no more than its rounding.
+the last digits of its logits, and one answer in fifty or so turns on two tokens that are as likely as each other. Such
+an answer must be one that the engine might have given unsplit: each of its tokens is its own first choice there, or
+misses that by no more than its rounding.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,15 @@ async def every_answer_is_right(engines: Engines, found: list[Talk], tally: Tall
         assert not texts & {text for other in found if other is not talk for _, text in other.turns}
 
 
+def has_finished(tally: Tally, count: int) -> bool:
+    return tally.finished >= count
+
+
+def is_noticed(front: Front, name: str) -> bool:
+    """Whether the proxy knows that an engine is gone."""
+    return not front.proxy.ledger.is_ready(name)
+
+
 async def nothing_is_left(front: Front, engines: Engines, names: tuple[str, ...]) -> None:
     """Ledger, folder, tasks and the engines' own slots are at zero."""
     proxy = front.proxy
@@ -250,7 +260,7 @@ async def test_eight_conversations_on_four_slots(engines: Engines) -> None:
         await nothing_is_left(front, engines, names)
         value = front.proxy.metrics.registry.get_sample_value
         assert value("splitproxy_belief_mismatch_total") == 0
-        assert value("splitproxy_handoffs_total", {"result": "proven"}) >= CLIENTS
+        assert (value("splitproxy_handoffs_total", {"result": "proven"}) or 0) >= CLIENTS
         assert not value("splitproxy_handoffs_total", {"result": "ineffective"})
     await every_answer_is_right(engines, found, tally)
     assert (tally.finished, tally.broken) == (2 * CLIENTS * TURNS, 0)
@@ -266,10 +276,9 @@ async def test_engines_die_under_eight_conversations(engines: Engines, monkeypat
     async with in_front(engines, *names) as front:
         running = asyncio.create_task(all_at_once(front, found, tally, "dying"))
         for name in ("writer", "reader"):
-            before = tally.finished
-            await until(lambda before=before: tally.finished >= before + CLIENTS)
+            await until(partial(has_finished, tally, tally.finished + CLIENTS))
             engines.kill(name)
-            await until(lambda name=name: not front.proxy.ledger.is_ready(name))
+            await until(partial(is_noticed, front, name))
             await asyncio.to_thread(engines.start, name)
         await running
         await until(lambda: all(pair.state is PairState.PROVEN for pair in front.proxy.fleet.pairs.values()))

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from splitproxy import fleet, growth, watch
-from splitproxy.model import EngineState, PairState
+from splitproxy.model import EngineState, PairState, Tokens
 from tests import fake_engine, harness
 from tests.fake_engine import FakeEngine
 from tests.harness import (
@@ -33,7 +33,7 @@ Start = Callable[..., Awaitable[FakeEngine]]
 Json = dict[str, Any]
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-KEYS = {"api_keys": ["anna", "bert"]}
+KEYS = ["anna", "bert"]
 
 
 def short(name: str, **fields: Any) -> Json:
@@ -86,7 +86,7 @@ async def test_clients_take_turns(fake: Start) -> None:
     """However many requests one client has waiting, another's first is next, and within one it is first come first
     served."""
     writer = await fake()
-    async with proxy(None, writer, **KEYS) as p:
+    async with proxy(None, writer, api_keys=KEYS) as p:
         writer.knobs.decode.stall_after = 1
         first = await occupied(p, writer)
         tasks = await queued(p, ["anna 1", "anna 2", "anna 3", "bert 1", "bert 2"])
@@ -112,7 +112,7 @@ async def test_addresses_are_clients_where_no_keys_are(fake: Start) -> None:
 async def test_places_that_nobody_used_are_given_back(fake: Start) -> None:
     """A client that leaves with its requests does not wait longer for the one that stays."""
     writer = await fake()
-    async with proxy(None, writer, **KEYS) as p:
+    async with proxy(None, writer, api_keys=KEYS) as p:
         writer.knobs.decode.stall_after = 1
         first = await occupied(p, writer)
         gone = await queued(p, ["anna 1", "anna 2", "anna 3"])
@@ -128,7 +128,7 @@ async def test_places_that_nobody_used_are_given_back(fake: Start) -> None:
 async def test_a_full_queue_turns_the_greediest_away(fake: Start) -> None:
     """The one who is last in line goes, not the newcomer whose turn is sooner."""
     writer = await fake()
-    async with proxy(None, writer, queue={"max": 2}, **KEYS) as p:
+    async with proxy(None, writer, queue={"max": 2}, api_keys=KEYS) as p:
         writer.knobs.decode.stall_after = 1
         first = await occupied(p, writer)
         tasks = await queued(p, ["anna 1", "anna 2"])
@@ -236,7 +236,7 @@ async def test_reading_is_not_waiting(fake: Start) -> None:
 async def test_who_has_begun_is_not_turned_away(fake: Start) -> None:
     """A prompt that was read is answered, however many wait by then."""
     reader, writer = await fake(), await fake()
-    async with proxy(reader, writer, queue={"max": 1}, **KEYS) as p:
+    async with proxy(reader, writer, queue={"max": 1}, api_keys=KEYS) as p:
         writer.knobs.decode.stall_after = 1
         reader.knobs.save.delay_s = 0.2
         first = await occupied(p, writer)
@@ -450,7 +450,7 @@ async def test_the_ids_of_an_answer_are_exact_where_the_api_gives_them(fake: Sta
         answer = [token for event in said.events for token in event.get("tokens", [])]
         assert len(answer) == ANSWER_TOKENS
         other = [*ids, *(token ^ 1 for token in answer)]
-        held = [p.proxy.ledger.held("writer", fleet.Tokens(prompt)) for prompt in ([*ids, *answer, 65], other)]
+        held = [p.proxy.ledger.held("writer", Tokens(prompt)) for prompt in ([*ids, *answer, 65], other)]
         assert held == [len(ids) + ANSWER_TOKENS - 1, len(ids)]
 
 
@@ -470,8 +470,8 @@ async def test_an_engine_that_lost_what_it_held_is_believed_no_longer(fake: Star
                     async with http.post(writer.url + NATIVE, json=asked) as answer:
                         assert answer.status == 200
         elif way == "sleep":
-            for slot in writer.slots.all:
-                slot.clear()
+            for held in writer.slots.all:
+                held.clear()
         else:
             writer.die()
             await writer.revive()
