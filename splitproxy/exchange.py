@@ -284,6 +284,8 @@ class _Request:
         finally:
             read = Holding(self.prefix, occupied=len(self.prefix)) if taken else None
             fleet.end(lease, quiet=taken or _has_answered(handover), holding=read)
+        if handover.ticket is not None:
+            fleet.forecast.recall.learn(handover.source.name, self.prefix, lease.held, handover.ticket.cached_tokens)
         if not taken:
             fleet.suspect(handover.source.name)
         elif handover.ticket is not None and _is_mistake(lease, handover.ticket.cached_tokens, len(self.prefix)):

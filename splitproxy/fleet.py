@@ -196,7 +196,7 @@ class Fleet:
         count = None if tokens is None else len(tokens)
         return (
             [self.forecast.decode_view(view, count) for view in decode],
-            [self.forecast.prefill_view(view, count) for view in prefill],
+            [self.forecast.prefill_view(view, tokens) for view in prefill],
         )
 
     @contextmanager
@@ -286,6 +286,7 @@ class Fleet:
         member.identity, member.state, member.fault = identity, EngineState.READY, ""
         member.doubted, member.identified = False, asyncio.get_running_loop().time()
         self._ledger.open(member.engine.name, member.role, identity.slots, identity.context)
+        self.forecast.recall.forget(member.engine.name)
         log.info(
             "%s engine %s is ready: %d slots, context %d, build %s",
             member.role, member.engine.name, identity.slots, identity.context, identity.build,

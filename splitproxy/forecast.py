@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from splitproxy.model import Ask, DecodeView, PrefillView, Route, RouteKind
+from splitproxy.model import Ask, DecodeView, PrefillView, Route, RouteKind, Tokens
+from splitproxy.recall import Recall
 from splitproxy.speeds import Speeds
 
 # Work that takes longer than predicted is believed to take this part of its prediction more.
@@ -83,6 +84,7 @@ class Forecast:
     """The jobs of all engines, and the speeds at which they are done."""
 
     speeds: Speeds = field(default_factory=Speeds)
+    recall: Recall = field(default_factory=Recall)
     clock: Callable[[], float] = time.monotonic
     _jobs: list[Job] = field(default_factory=list)
 
@@ -160,13 +162,16 @@ class Forecast:
             added_s=self.speeds.added_s(RouteKind.LOCAL, tokens or 1),
         )
 
-    def prefill_view(self, view: PrefillView, tokens: int | None) -> PrefillView:
-        """The view with its seconds, for a prompt of `tokens`."""
+    def prefill_view(self, view: PrefillView, prompt: Tokens | None) -> PrefillView:
+        """The view with its seconds, and with what the engine need not read although no slot holds it."""
+        tokens = None if prompt is None else len(prompt)
         size = self.speeds.session_bytes(view.engine, view.decode_engine, tokens or 0)
+        held = view.held_tokens if prompt is None else self.recall.held(view.engine, prompt, view.held_tokens)
         return replace(
             view,
+            held_tokens=held,
             queue_s=self.backlog_s(view.engine),
-            read_s=self._reading_s(view.engine, view.held_tokens, tokens),
+            read_s=self._reading_s(view.engine, held, tokens),
             save_s=self.speeds.save_s(view.engine, size),
             restore_s=self.speeds.restore_s(view.decode_engine, size),
             added_s=self.speeds.added_s(RouteKind.HANDOVER, tokens or 1),

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from splitproxy.forecast import Forecast, Phase
-from splitproxy.model import Api, Ask, DecodeView, PairState, PrefillView, Reason, Route, RouteKind
+from splitproxy.model import Api, Ask, DecodeView, PairState, PrefillView, Reason, Route, RouteKind, Tokens
 
 ASK = Ask(Api.CHAT, "/v1/chat/completions", b"{}", stream=True, max_tokens=10)
 
@@ -106,7 +106,7 @@ def test_the_views_get_their_seconds(forecast: Forecast, clock: Clock) -> None:
         view = forecast.decode_view(DecodeView("w", 100, 8192, 0), 1101)
         assert (view.streams, view.wait_s, view.reading_s) == (2, 7, 3)
         assert view.read_s == pytest.approx(4.0, rel=0.1)
-        move = forecast.prefill_view(PrefillView("r", "w", True, PairState.PROVEN, 8192, 0, True), 1001)
+        move = forecast.prefill_view(PrefillView("r", "w", True, PairState.PROVEN, 8192, 0, True), Tokens(range(1001)))
         assert (move.queue_s, move.read_s, move.save_s, move.restore_s) == pytest.approx((2, 1, 0.1, 0.05), rel=0.01)
         assert forecast.decode_view(DecodeView("w", 0, 8192, 0), None).read_s is None
 
