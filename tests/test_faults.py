@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 LONG = words(3 * FLOOR)
 # For trouble that only a deadline ends; elsewhere a busy machine must not bring them about.
-DEADLINES = {"prefill_silence_s": 0.4, "transfer_timeout_s": 0.4, "decode_silence_s": 0.4}
+DEADLINES = {"prefill_silence_s": 0.6, "transfer_timeout_s": 0.6, "decode_silence_s": 0.6}
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
@@ -97,6 +97,7 @@ async def test_a_failure_on_the_way_is_no_error(
     reader, writer = await fake(), await fake()
     asked = body(CHAT, LONG, stream=stream)
     async with proxy(reader, writer, split=DEADLINES if reason == "timeout" else {}) as p:
+        await p.proven()
         (reader if role == "prefill" else writer).knobs.update(once(knobs))
         reply = await p.ask(CHAT, asked)
         record = await p.record(reply)
@@ -218,6 +219,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(
     reader, writer = await fake(), await fake()
     asked = body(CHAT, prompt, stream=True)
     async with proxy(reader, writer, split=DEADLINES if "stall_after" in knobs else {}) as p:
+        await p.proven()
         writer.knobs.update(once({"decode": knobs}))
         reply = await p.ask(CHAT, asked)
         record = await p.record(reply)
@@ -259,6 +261,7 @@ async def test_a_stream_that_never_begins_ends(fake: Start) -> None:
     """An engine's silence is not waited for without end while a client hopes."""
     reader, writer = await fake(), await fake()
     async with proxy(reader, writer, split=DEADLINES, keep_alive_s=0.05) as p:
+        await p.proven()
         writer.knobs.update(once({"decode": {"hang": True}}))
         reply = await p.ask(CHAT, body(CHAT, "Hello.", stream=True))
         assert (reply.status, reply.content[:3]) == (200, b":\n\n")
@@ -375,8 +378,9 @@ async def test_a_prompt_that_waits_for_a_prefill_engine_that_dies_is_answered(fa
 async def test_a_prompt_that_waits_for_a_prefill_engine_in_vain_is_answered(fake: Start) -> None:
     """Whoever has waited long enough for a prefill engine that never comes free is answered by the decode engine."""
     reader, writer = await fake(), await fake()
-    async with proxy(reader, writer, split=DEADLINES, queue={"timeout_s": 0.5}) as p:
-        reader.knobs.notice_s = 2
+    async with proxy(reader, writer, split=DEADLINES, queue={"timeout_s": 0.8}) as p:
+        await p.proven()
+        reader.knobs.notice_s = 3
         reader.knobs.update({"prefill": {"hang": True, "times": 1}})
         for seed in "ab":
             reply = await p.long(seed=seed)
@@ -393,6 +397,7 @@ async def test_a_prefill_engine_that_does_not_stop_is_not_waited_for(
     monkeypatch.setattr(fleet, "STUCK_S", 0.1)
     reader, writer = await fake(), await fake()
     async with proxy(reader, writer, split=DEADLINES) as p:
+        await p.proven()
         reader.knobs.notice_s = 2
         reader.knobs.update({"prefill": {"hang": True, "times": 1}})
         assert (await p.long()).headers["X-Splitproxy-Fallback"] == "prefill:timeout"
