@@ -1,7 +1,7 @@
 """Prompts that an engine has read lately, and whether it can take them up again after others took its slots.
 
-A llama-server keeps the conversations that it evicts in a cache of its own, unless it is told not to. Nobody can ask what
-is in there; but an engine that reused more than its slot held has shown that it has one. Pure state.
+A llama-server keeps the conversations that it evicts in a cache of its own, unless it is told not to. Nobody can ask
+what is in there; but an engine that reused more than its slot held has shown that it has one. Pure state.
 """
 
 from collections import deque

@@ -164,7 +164,7 @@ async def test_the_status_shows_what_was_learned(fake: Start) -> None:
     """Speeds, session sizes and the proxy's own part can be looked at."""
     reader, writer = await pair(fake, reads=20000, writer_reads=2000)
     async with proxy(reader, writer, split=AUTO) as p:
-        await p.long(stream=True)
+        await p.record(await p.long(stream=True))
         status = (await p.get("/splitproxy/status")).json
         speeds = {engine["name"]: engine["speeds"] for engine in status["engines"]}
         assert speeds["writer"]["reads_tokens_per_s"]["512"] == pytest.approx(2000, rel=0.5)

@@ -16,7 +16,8 @@ LEVELS: tuple[tuple[str, set[str]], ...] = (
     (
         "pure: one matter each",
         {
-            *("access", "adapter", "answer_ids", "config", "figures", "measures", "mixes", "ledger", "router", "speeds", "sse", "translate"),
+            *("access", "adapter", "answer_ids", "config", "figures", "ledger", "measures", "mixes"),
+            *("recall", "router", "speeds", "sse", "translate"),
             *("verdict", "vocab.names", "vocab.patterns", "vocab.ranking", "vocab.special", "vocab.trials"),
         },
     ),
@@ -31,14 +32,14 @@ LEVELS: tuple[tuple[str, set[str]], ...] = (
     (
         "engines, the client, and what a request needs of them",
         {
-            *("client", "demo", "engines.embedded", "engines.llama_server", "growth", "probe", "tokenize", "trace"),
-            "vocab.files",
+            *("client", "demo", "engines.embedded", "engines.llama_server", "growth", "load", "probe", "tokenize"),
+            *("trace", "vocab.files"),
         },
     ),
-    ("all engines together", {"fleet", "launch"}),
+    ("all engines together", {"fleet", "launch", "payoff"}),
     ("a whole request, and what is counted of it", {"exchange", "metrics"}),
     ("the HTTP server", {"app"}),
-    ("the terminal", {"screen"}),
+    ("the terminal, and loads of whole servers", {"bench", "charts", "screen"}),
     ("the command line", {"cli"}),
     ("its entry", {"__main__"}),
 )
@@ -54,10 +55,11 @@ EXCEPTIONS = {("adapter", "asyncio")}  # `to_the_end` is part of what an engine'
 
 # Libraries that only these modules know.
 KNOWN_TO = {
-    "aiohttp": {"app", "engines.llama_server", "launch"},
+    "aiohttp": {"app", "engines.llama_server", "launch", "load"},
+    "matplotlib": {"charts"},
     "prometheus_client": {"metrics"},
     "pydantic": {"config"},
-    "rich": {"cli", "demo", "screen"},
+    "rich": {"charts", "cli", "demo", "screen"},
     "tiktoken": {"vocab.codec", "vocab.rank_file"},
     "xllamacpp": {"engines.embedded"},
 }
@@ -66,9 +68,11 @@ KNOWN_TO = {
 TESTED_IN = {
     "__main__": "test_live_up.py",
     "app": "test_exchange.py",
+    "charts": "test_bench.py",
     "cli": "test_live_up.py",
     "fleet": "test_faults.py",
     "growth": "test_many.py",
+    "load": "test_bench.py",
     "screen": "test_live_up.py",
     "vocab.gguf_file": "test_vocab_codec.py",
     "vocab.hf_file": "test_vocab_files.py",
