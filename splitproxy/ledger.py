@@ -12,6 +12,7 @@ from typing import Self
 from splitproxy.model import Role, Tokens
 
 NOTHING = Tokens()
+LOOK_TOKENS = 256  # conversations that have parted do not agree in so many again
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ class Holding:
         if shared and shared == len(self.tokens):
             return min(shared + self.believed, len(tokens))
         return shared
+
+    def may_hold(self, tokens: Tokens, count: int) -> bool:
+        """Whether the first `count` tokens of a prompt could be here: a look at the last of them, not a proof."""
+        return len(self.tokens) + self.believed >= count and self.tokens.agrees(tokens, count - LOOK_TOKENS, count)
 
 
 EMPTY = Holding()
@@ -331,12 +336,14 @@ def _choose(slots: list[_Slot], tokens: Tokens) -> tuple[_Slot, int]:
     A prompt continues a slot when it keeps at least half of what the slot holds. Sharing no more than a system prompt
     is no reason to overwrite somebody's conversation while another slot is empty.
     """
-    prefix = {slot.number: slot.holding.prefix(tokens) for slot in slots}
-
-    def rank(slot: _Slot) -> tuple[bool, int, bool, int, int]:
-        shared = prefix[slot.number]
+    best, held, most = slots[0], 0, (False, 0, False, -1, 0)
+    for slot in sorted(slots, key=lambda slot: len(slot.holding.tokens), reverse=True):
+        # Once a slot is continued, only one that holds as much can be better.
+        if most[0] and not slot.holding.may_hold(tokens, held):
+            continue
+        shared = slot.holding.prefix(tokens)
         continues = shared > 0 and 2 * shared >= len(slot.holding.tokens)
-        return (continues, shared if continues else 0, slot.cells == 0, shared, -slot.used)
-
-    slot = max(slots, key=rank)
-    return slot, prefix[slot.number]
+        rank = (continues, shared if continues else 0, slot.cells == 0, shared, -slot.used)
+        if rank > most:
+            best, held, most = slot, shared, rank
+    return best, held

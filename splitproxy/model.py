@@ -138,6 +138,11 @@ class Tokens:
         """The first `count` tokens."""
         return Tokens.from_bytes(self._raw[: 4 * max(count, 0)])
 
+    def agrees(self, other: "Tokens", start: int, end: int) -> bool:
+        """Whether both have the same tokens from `start` to `end`, as far as this one reaches."""
+        first, last = 4 * max(start, 0), min(4 * end, len(self._raw))
+        return self._raw[first:last] == other._raw[first:last]
+
     def common_prefix(self, other: "Tokens") -> int:
         """How many leading tokens both share.
 
