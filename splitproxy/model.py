@@ -88,7 +88,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"  # the client left
 
 
-_BLOCK_BYTES = 32 * 1024
+_LEAST_BYTES, _MOST_BYTES = 256, 64 * 1024
 
 
 class Tokens:
@@ -146,20 +146,23 @@ class Tokens:
     def common_prefix(self, other: "Tokens") -> int:
         """How many leading tokens both share.
 
-        Blocks are compared as memory, one after the other, and only the last is looked into: 128k tokens that are the
-        same but for the last cost 20 microseconds.
+        Blocks are compared as memory, larger ones as long as they agree, then smaller ones around the difference:
+        strangers cost a microsecond, 128k tokens that are the same but for the last cost 20.
         """
         a, b = memoryview(self._raw), other._raw  # slices of it are no copies
         shared, end = 0, min(len(a), len(b))
-        block = _BLOCK_BYTES
+        block, largest = _LEAST_BYTES, _MOST_BYTES
         while shared < end:
             block = min(block, end - shared)
             if b.startswith(a[shared : shared + block], shared):
                 shared += block
-            elif block <= 4:
-                break
+                block = min(2 * block, largest)
+            elif block <= _LEAST_BYTES:
+                apart = int.from_bytes(a[shared : shared + block], "little")
+                apart ^= int.from_bytes(b[shared : shared + block], "little")
+                return (shared + ((apart & -apart).bit_length() - 1) // 8) // 4
             else:
-                block = max(4, block // 2 // 4 * 4)
+                block = largest = max(_LEAST_BYTES, block // 2 // 4 * 4)
         return shared // 4
 
 
