@@ -280,7 +280,7 @@ def show(console: Console, found: dict[str, list[Run]], tokens: int) -> None:
     title = f"Gaps in a running stream, ms, while {PROMPTS} prompts of {tokens} tokens arrive"
     table = Table(title=f"{title}: median (least to most) of {len(found['split'])} runs", header_style="bold")
     table.add_column("way", no_wrap=True)
-    for name in ("median", "p99", "largest", "prompt's first token", "save", "restore"):
+    for name in ("median", "p99", "largest", "first token of a prompt", "save", "restore"):
         table.add_column(name, justify="right", no_wrap=True)
     fields = ("median_gap_ms", "p99_gap_ms", "largest_gap_ms", "first_token_ms", "save_ms", "restore_ms")
     for name, runs in found.items():

@@ -233,6 +233,22 @@ async def test_reading_is_not_waiting(fake: Start) -> None:
         assert record.queue_ms < 800 < record.total_ms
 
 
+async def test_all_waiting_counts(fake: Start) -> None:
+    """Who has waited for the prefill engine has that much less time to wait for the decode engine."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer, queue={"timeout_s": 1.0}) as p:
+        reader.knobs.save.delay_s = 0.7
+        writer.knobs.decode.stall_after = 1
+        first = await occupied(p, writer)
+        before = asyncio.create_task(p.long(seed="before"))
+        await p.at_work(reader, "save")
+        reply = await p.long()
+        record = await p.record(reply)
+        assert reply.status == 503
+        assert 900 < record.queue_ms < 1300 < record.total_ms
+        await hang_up(first, before)
+
+
 async def test_who_has_begun_is_not_turned_away(fake: Start) -> None:
     """A prompt that was read is answered, however many wait by then."""
     reader, writer = await fake(), await fake()
@@ -512,7 +528,7 @@ async def test_a_prompt_that_leaves_its_conversation_is_no_mistake(fake: Start) 
     async with proxy(reader, writer) as p:
         talk = words(6 * FLOOR, "talk")
         await p.ask(CHAT, body(CHAT, words(3 * FLOOR, "bystander")))
-        for text in (talk, talk[: 5 * FLOOR] + "Something else."):
+        for text in (talk, talk[: 7 * FLOOR // 2] + "Something else."):
             asked = body(CHAT, text)
             assert (await p.ask(CHAT, asked)).text == right_text(asked)
         assert await p.metric("splitproxy_belief_mismatch_total") == 0
