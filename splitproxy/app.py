@@ -27,11 +27,12 @@ from splitproxy.admission import Admission
 from splitproxy.client import ClientLeft, Headers
 from splitproxy.engines.llama_server import LlamaServer
 from splitproxy.errors import Fault, LaunchError, RequestError
-from splitproxy.exchange import Exchange, Incoming, Settings
+from splitproxy.exchange import Exchange
 from splitproxy.fleet import Fleet
 from splitproxy.ledger import Ledger
 from splitproxy.model import EngineState, Kind, Policy, RequestRecord, Role
 from splitproxy.router import Rules
+from splitproxy.service import Incoming, Settings
 from splitproxy.sessions import SessionStore
 from splitproxy.tokenize import EngineTokenizer, LocalTokenizer, Tokenizer
 from splitproxy.vocab import files
