@@ -496,10 +496,10 @@ class Books(RuleBasedStateMachine):
     def claim(self, engine: str, tokens: Tokens, growth: int) -> Lease | None:
         promised = self.ledger.held(engine, tokens)
         any_free = self.ledger.count(engine).free > 0
-        reserved = self.reserved(engine)
+        filled = self.filled(engine)
         lease = self.ledger.claim(engine, tokens, len(tokens), growth)
         if lease is None:
-            assert not any_free or reserved + min(len(tokens) + growth, CONTEXT) > CONTEXT, "it waits for no reason"
+            assert not any_free or filled + min(len(tokens) + growth, CONTEXT) > CONTEXT, "it waits for no reason"
             return None
         assert all(other.number != lease.number for other in self.current(engine)), "leased twice"
         assert lease.number not in lease.erase
@@ -562,6 +562,11 @@ class Books(RuleBasedStateMachine):
         """Cells of the requests that run; what lies in idle slots beside them can be erased."""
         books = self.ledger._engines.get(engine)
         return sum(slot.reserved for slot in books.slots if slot.lease is not None) if books is not None else 0
+
+    def filled(self, engine: str) -> int:
+        """The same with what has yet to be erased for them."""
+        books = self.ledger._engines.get(engine)
+        return sum(slot.cells for slot in books.slots if slot.lease is not None) if books is not None else 0
 
     @invariant()
     def the_pool_is_never_overdrawn(self) -> None:
