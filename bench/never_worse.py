@@ -22,7 +22,6 @@ import platform
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -35,8 +34,8 @@ from splitproxy.app import Proxy, assembled, listening
 from splitproxy.bench import words_per_token
 from splitproxy.config import Config
 from splitproxy.launch import Launcher
-from splitproxy.load import Caller, client_session
-from splitproxy.measures import Limits, Sample, summarize
+from splitproxy.load import Caller, client_session, open_loop
+from splitproxy.measures import Limits
 from splitproxy.mixes import Prompt
 from splitproxy.model import Policy, Role
 from splitproxy.sessions import SessionStore, fresh_dir
@@ -47,10 +46,10 @@ ARMS = (Policy.AUTO, Policy.ALWAYS, Policy.NEVER)
 FLOOR_TOKENS = 64
 HELD_PART = 0.75  # of a warm prompt
 BURST = 4
-STREAMS = 2
-CHAT_TOKENS, CHAT_ANSWER = 24, 96
-ANSWER_TOKENS = 8
-GAP_LIMIT_S = 0.15
+PACE = {1: 1.6, BURST: 5.0}  # a prompt, or a burst, comes after so many times what reading one alone takes
+CHAT_TOKENS, CHAT_ANSWER, CHAT_EVERY_S, CHAT_LEAD_S = 24, 96, 0.35, 0.3
+CHAT_LIMIT_S, GAP_LIMIT_S = 0.5, 0.15
+LOST_S = 99.0  # stands for a first token that never came
 LATE_FACTOR = {1: 2.5, BURST: 4.5}  # a first token is in time within so many times what reading its prompt alone takes
 BOUND = 0.95
 
@@ -63,8 +62,13 @@ class Cell:
     tokens: int
     warm: bool
     burst: int
-    streams: int
+    answers: bool  # whether answers run on the decode engine
     prompts: int
+
+    @property
+    def own_tokens(self) -> int:
+        """What of a prompt is not held."""
+        return round((1 - HELD_PART) * self.tokens) if self.warm else self.tokens
 
     @property
     def name(self) -> str:
@@ -73,22 +77,17 @@ class Cell:
             "long" if self.tokens > 1000 else "short",
             "warm" if self.warm else "cold",
             "bursts" if self.burst > 1 else "single",
-            "answers running" if self.streams else "idle",
+            "answers running" if self.answers else "idle",
         )
         return ", ".join(words)
 
 
 def grid() -> list[Cell]:
     """Sixteen cells of real engines, four with a slow save."""
-    cells = [
-        Cell("real", tokens, warm, burst, streams, 8 if burst > 1 or tokens < 1000 else 5)
-        for tokens, warm, burst, streams in itertools.product((400, 2000), (False, True), (1, BURST), (0, STREAMS))
-    ]
-    cells += [
-        Cell("slow save", 2000, False, burst, streams, 8 if burst > 1 else 5)
-        for burst, streams in itertools.product((1, BURST), (0, STREAMS))
-    ]
-    return cells
+    states = itertools.product((400, 2000), (False, True), (1, BURST), (False, True))
+    cells = [Cell("real", tokens, warm, burst, answers, 4 if warm else 8) for tokens, warm, burst, answers in states]
+    states_slow = itertools.product((1, BURST), (False, True))
+    return cells + [Cell("slow save", 2000, False, burst, answers, 8) for burst, answers in states_slow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,51 +114,39 @@ class Stand:
         self.proxy.exchange = replace(exchange, settings=replace(exchange.settings, rules=rules))
 
     async def run(self, cell: Cell, policy: Policy) -> Run:
-        """One run: the prompts, and answers that run all the while."""
+        """One run: what comes when is the same for every arm, the words are new."""
         self.use(policy)
-        start = time.perf_counter()
-        stop = asyncio.Event()
-        chats = [asyncio.create_task(self._chat(start, stop)) for _ in range(cell.streams)]
-        if chats:
-            await asyncio.sleep(0.2)
-        prompts: list[Sample] = []
-        try:
-            for _ in range(cell.prompts // cell.burst):
-                prompts += await self._burst(cell, start)
-        finally:
-            stop.set()
-            answers = [sample for chat in chats for sample in await chat]
-        own = cell.tokens * (1 - HELD_PART if cell.warm else 1)
-        limits = {
-            "prompt": Limits(LATE_FACTOR[cell.burst] * own / self._read_tps + 0.05, GAP_LIMIT_S),
-            "chat": Limits(1.0, GAP_LIMIT_S),
-        }
+        own_s = cell.own_tokens / self._read_tps
+        prompts = [
+            self._prompt(cell, number // cell.burst * PACE[cell.burst] * own_s) for number in range(cell.prompts)
+        ]
+        if cell.warm:  # the turns before; nothing of them is counted
+            for prompt in prompts:
+                turn = replace(prompt, tokens=prompt.shared_tokens + 8, answer_tokens=1)
+                await self.caller.ask(turn, 0.0)
+        span_s = prompts[-1].at_s + PACE[cell.burst] * own_s
+        chats = [self._chat(number * CHAT_EVERY_S) for number in range(round(span_s / CHAT_EVERY_S))]
+        load = sorted([*prompts, *(chats if cell.answers else [])], key=lambda prompt: prompt.at_s)
+        samples = await open_loop([self.caller], load, lambda _sample: None)
         await self._quiet()
-        whole = summarize([*prompts, *answers], limits)
+        limits = {
+            "prompt": Limits(LATE_FACTOR[cell.burst] * own_s + 0.1, GAP_LIMIT_S),
+            "chat": Limits(CHAT_LIMIT_S, GAP_LIMIT_S),
+        }
         return Run(
-            statistics.mean(sample.first_token_s or 99.0 for sample in [*prompts, *answers]),
-            whole.goodput_rps,
-            sum(sample.route == "handover" for sample in prompts),
+            statistics.mean(sample.first_token_s or LOST_S for sample in samples),
+            sum(sample.keeps(limits[sample.kind]) for sample in samples) / span_s,
+            sum(sample.route == "handover" for sample in samples if sample.kind == "prompt"),
         )
 
-    async def _burst(self, cell: Cell, start: float) -> list[Sample]:
-        held = round(HELD_PART * cell.tokens) if cell.warm else 0
-        made = []
-        for _ in range(cell.burst):
-            seed = next(self._seeds)
-            beginning = f"conversation {seed}" if cell.warm else ""
-            prompt = Prompt("prompt", 0, cell.tokens, ANSWER_TOKENS, beginning, held, seed)
-            if cell.warm:  # the turn before; only its answer is not counted
-                await self.caller.ask(replace(prompt, tokens=held + 8, answer_tokens=1), start)
-            made.append(prompt)
-        return list(await asyncio.gather(*(self.caller.ask(prompt, start) for prompt in made)))
+    def _prompt(self, cell: Cell, at_s: float) -> Prompt:
+        seed = next(self._seeds)
+        held = cell.tokens - cell.own_tokens
+        beginning = f"conversation {seed}" if held else ""
+        return Prompt("prompt", at_s + (CHAT_LEAD_S if cell.answers else 0), cell.tokens, 8, beginning, held, seed)
 
-    async def _chat(self, start: float, stop: asyncio.Event) -> list[Sample]:
-        samples = []
-        while not stop.is_set():
-            prompt = Prompt("chat", 0, CHAT_TOKENS, CHAT_ANSWER, seed=next(self._seeds))
-            samples.append(await self.caller.ask(prompt, start))
-        return samples
+    def _chat(self, at_s: float) -> Prompt:
+        return Prompt("chat", at_s, CHAT_TOKENS, CHAT_ANSWER, seed=next(self._seeds))
 
     async def _quiet(self) -> None:
         while self.proxy.ledger.busy():  # noqa: ASYNC110 - slots are released by nobody who could tell
@@ -169,7 +156,7 @@ class Stand:
         """Let the proxy learn its engines' speeds, as it would in its first minute."""
         for number, tokens in enumerate((200, 400, 1000, 2000, 400, 2000, 200, 1000)):
             self.use(Policy.ALWAYS if number % 2 else Policy.NEVER)
-            await self.caller.ask(Prompt("prompt", 0, tokens, ANSWER_TOKENS, seed=next(self._seeds)), 0.0)
+            await self.caller.ask(Prompt("prompt", 0, tokens, 8, seed=next(self._seeds)), 0.0)
 
 
 @asynccontextmanager
@@ -194,7 +181,7 @@ async def real() -> AsyncIterator[Stand]:
             "split": {"policy": "auto", "min_prompt_tokens": FLOOR_TOKENS, "dir": str(store.folder)},
             "launch": {
                 "engine": "embedded", "model": str(tiny_model("dense", **SMALL)), "log_dir": logs,
-                "context": 32768, "decode_slots": 8,
+                "context": 12288, "decode_slots": 8,
             },
         }  # fmt: skip
         config = Config.model_validate(fields)

@@ -38,6 +38,8 @@ def _route_words(record: RequestRecord) -> list[str]:
         words.append(f"handover INEFFECTIVE ({record.in_vain})")
     if record.failure is not None:
         words.append(f"fell back at {record.failure.step} ({record.failure.cause})")
+    if record.route is None and record.engine:
+        words.append(f"passed on to {record.engine}")
     return words
 
 

@@ -30,11 +30,12 @@ from splitproxy.errors import Fault, LaunchError, RequestError
 from splitproxy.exchange import Exchange
 from splitproxy.fleet import Fleet
 from splitproxy.ledger import Ledger
-from splitproxy.model import EngineState, Kind, Policy, RequestRecord, Role
+from splitproxy.model import Api, EngineState, Kind, Outcome, Policy, RequestRecord, Role
 from splitproxy.router import Rules
 from splitproxy.service import Incoming, Settings
 from splitproxy.sessions import SessionStore
 from splitproxy.tokenize import EngineTokenizer, LocalTokenizer, Tokenizer
+from splitproxy.trace import Trace
 from splitproxy.vocab import files
 from splitproxy.vocab.codec import Codec
 from splitproxy.vocab.vocabulary import UnsupportedVocabulary
@@ -81,7 +82,8 @@ class Proxy:
     def observe(self, record: RequestRecord) -> None:
         self.fleet.forecast.speeds.learn(record)
         self.metrics.observe(record)
-        self.recent.append(record)
+        if record.route is not None:
+            self.recent.append(record)
         log.info("%s", access.line(record))
 
 
@@ -233,17 +235,24 @@ class _Front:
                 request[CLIENT] = self._client(request)
                 return await handler(request)
             except RequestError as error:
-                return _error_response(request, error)
+                return self._refuse(request, error)
             except web.HTTPRequestEntityTooLarge:
                 message = f"the body is larger than {self._proxy.config.max_body_mib} MiB"
-                return _error_response(request, RequestError(Fault.BODY_TOO_LARGE, message))
+                return self._refuse(request, RequestError(Fault.BODY_TOO_LARGE, message))
             except web.RequestPayloadError:
                 message = "the body is damaged: it is not what its headers say"
-                return _error_response(request, RequestError(Fault.INVALID_REQUEST, message))
+                return self._refuse(request, RequestError(Fault.INVALID_REQUEST, message))
             except ClientLeft:
                 raise asyncio.CancelledError from None
 
         return guard
+
+    def _refuse(self, request: web.Request, error: RequestError) -> web.Response:
+        """Answer a request that never came as far as the exchange."""
+        trace = Trace(request[REQUEST_ID], _api(request), stream=False)
+        trace.outcome, trace.status = Outcome.ERROR, error.status
+        self._proxy.observe(trace.record())
+        return _error_response(request, error)
 
     def _client(self, request: web.Request) -> str:
         """Who sends a request: the number of its key, else its address. Raises RequestError without a valid key."""
@@ -422,8 +431,12 @@ async def _body(request: web.Request) -> bytes:
         raise RequestError(Fault.INVALID_REQUEST, f"the body did not come whole within {BODY_S:g} s") from None
 
 
+def _api(request: web.Request) -> Api:
+    return api_of(unquote(request.rel_url.raw_path))
+
+
 def _error_response(request: web.Request, error: RequestError) -> web.Response:
-    api = api_of(unquote(request.rel_url.raw_path))
+    api = _api(request)
     headers = {"X-Request-Id": request[REQUEST_ID], "Server": "splitproxy"}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)

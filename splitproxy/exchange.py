@@ -53,12 +53,12 @@ class Exchange(Service):
     async def forward(self, incoming: Incoming, sink: Sink, *, api: Api, takes_slots: bool) -> None:
         """Pass any other request on to a decode engine, which it gets to itself if it may take slots."""
         client = Client(sink, api, stream=False, keep_alive_s=0, request_id=incoming.request_id)
-        tried: list[str] = []
+        trace, tried = Trace(incoming.request_id, api, stream=False), list[str]()
         try:
             with self.admission.turn(incoming.client) as turn:
                 while True:
                     try:
-                        await self._forward(incoming, client, turn if takes_slots else None, tried)
+                        await self._forward(incoming, client, trace, turn if takes_slots else None, tried)
                         return
                     except EngineError as error:
                         if client.committed or not set(self.ledger.ready(Role.DECODE)) - set(tried):
@@ -66,29 +66,41 @@ class Exchange(Service):
                         log.warning("decode engine %s failed, another takes over: %s", tried[-1], error)
                         self.fleet.suspect(tried[-1])
         except (RequestError, EngineError) as error:
-            await self.refuse(client, error, tried[-1] if tried else "", incoming.request_id)
+            trace.outcome = Outcome.ERROR
+            trace.status = await self.refuse(client, error, tried[-1] if tried else "", incoming.request_id)
+        except (asyncio.CancelledError, ClientLeft):
+            if not trace.answered:
+                trace.outcome = Outcome.CANCELLED
+            raise
+        finally:
+            self.observe(trace.record())
 
-    async def _forward(self, incoming: Incoming, client: Client, turn: Turn | None, tried: list[str]) -> None:
+    async def _forward(
+        self, incoming: Incoming, client: Client, trace: Trace, turn: Turn | None, tried: list[str]
+    ) -> None:
         """Have an engine answer that has not been tried; with a turn, when it is that request's and no other's."""
-        engines, lease, finished = [name for name in self.decode_engines() if name not in tried], None, False
+        engines, lease = [name for name in self.decode_engines() if name not in tried], None
         engine = max(engines or self.decode_engines(), key=self._idleness)
         if turn is not None:
             claim, deadline = self.ledger.claim_engine, self.queue_deadline(0.0)
             lease = await self.admission.acquire(Role.DECODE, engine, claim, deadline, turn=turn, avoid=tried)
             engine = lease.engine
         tried.append(engine)
+        trace.engine = engine
         try:
             call = incoming.call(incoming.body or None)
+            trace.start_decode()
             async with self.fleet.engine(engine).call(call, self.settings.deadlines) as answer:
-                headers = to_client(answer.headers)
+                headers, trace.status = to_client(answer.headers), answer.status
+                trace.outcome = Outcome.OK if answer.status < 400 else Outcome.ERROR
                 await client.begin(answer.status, headers, length=content_length(answer), one_piece=False)
                 async for chunk in answer.chunks():
                     await client.relay(chunk)
-                finished = True
+                trace.answered = True
                 await client.finish()
         finally:
             if lease is not None:
-                self.fleet.end(lease, quiet=finished)
+                self.fleet.end(lease, quiet=trace.answered)
 
     def _idleness(self, engine: str) -> int:
         return self.ledger.count(engine).free - self.admission.waiting_for(engine)

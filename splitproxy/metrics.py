@@ -88,7 +88,8 @@ class Metrics:
             self._error.labels(record.path).observe(error)
         if record.mistaken:
             self._mistaken.inc()
-        self._observe_times(record)
+        if record.route is not None or record.queue_ms > 0:  # what was refused or passed on at once says nothing
+            self._observe_times(record)
         self._observe_handover(record)
         self._observe_tokens(record)
 

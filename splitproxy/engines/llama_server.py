@@ -57,7 +57,7 @@ class LlamaServer:
         await self._http.close()
 
     def abort(self) -> None:
-        """End every client call that is under way: the engine is given up."""
+        """End all work that is under way: the engine is given up."""
         now = asyncio.get_running_loop().time()
         for timeout in self._calls:
             if not timeout.expired():
@@ -143,10 +143,9 @@ class LlamaServer:
             "return_progress": True,
         }
         events = EventReader()
+        reading = self._request("POST", "/completion", orjson.dumps(body), silence_s=deadlines.prefill_silence_s)
         with _translated(Step.PREFILL):
-            async with self._request(
-                "POST", "/completion", orjson.dumps(body), silence_s=deadlines.prefill_silence_s
-            ) as response:
+            async with self._abortable(), reading as response:
                 await _require_ok(Step.PREFILL, response)
                 async for chunk in response.content.iter_any():
                     for data in events.feed(chunk):
@@ -209,7 +208,10 @@ class LlamaServer:
     ) -> dict[str, Any]:
         body = orjson.dumps({"filename": name} if name is not None else {})
         target = f"/slots/{slot}?action={action}"
-        answer: dict[str, Any] = await self._json(step, "POST", target, body, timeout_s=deadlines.transfer_timeout_s)
+        with _translated(step):
+            async with self._abortable():
+                timeout_s = deadlines.transfer_timeout_s
+                answer: dict[str, Any] = await self._json(step, "POST", target, body, timeout_s=timeout_s)
         return answer
 
     # -- answers -------------------------------------------------------------------------------------------------------
@@ -234,15 +236,23 @@ class LlamaServer:
     async def call(self, call: Call, deadlines: Deadlines) -> AsyncGenerator[Answer]:
         silence_s = deadlines.decode_silence_s if call.streams else None
         with _translated(Step.DECODE):
-            async with asyncio.timeout(None) as timeout:
-                self._calls.add(timeout)
+            async with self._abortable() as timeout:
                 silence = _Silence(timeout, silence_s)
                 try:
                     async with self._request(call.method, call.target, call.body, headers=call.headers) as response:
                         yield _HttpAnswer(response, silence)
                 finally:
                     silence.end()
-                    self._calls.discard(timeout)
+
+    @asynccontextmanager
+    async def _abortable(self) -> AsyncGenerator[asyncio.Timeout]:
+        """A stretch of work that `abort` can end."""
+        async with asyncio.timeout(None) as timeout:
+            self._calls.add(timeout)
+            try:
+                yield timeout
+            finally:
+                self._calls.discard(timeout)
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
