@@ -22,9 +22,10 @@ import platform
 import random
 import statistics
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -45,6 +46,8 @@ from tests.models import SMALL, tiny_model
 ARMS = (Policy.AUTO, Policy.ALWAYS, Policy.NEVER)
 FLOOR_TOKENS = 64
 HELD_PART = 0.75  # of a warm prompt
+REAL, EQUAL, SLOW_SAVE = "real", "simulated", "slow save"
+FAKE_TPS, FAKE_WRITE_TPS = 4000.0, 200.0
 BURST = 4
 PACE = {1: 1.6, BURST: 5.0}  # a prompt, or a burst, comes after so many times what reading one alone takes
 CHAT_TOKENS, CHAT_ANSWER, CHAT_EVERY_S, CHAT_LEAD_S = 24, 96, 0.35, 0.3
@@ -58,7 +61,7 @@ BOUND = 0.95
 class Cell:
     """A kind of load."""
 
-    engines: str  # real, or fake with a slow save
+    engines: str  # which stand
     tokens: int
     warm: bool
     burst: int
@@ -83,11 +86,13 @@ class Cell:
 
 
 def grid() -> list[Cell]:
-    """Sixteen cells of real engines, four with a slow save."""
-    states = itertools.product((400, 2000), (False, True), (1, BURST), (False, True))
-    cells = [Cell("real", tokens, warm, burst, answers, 4 if warm else 8) for tokens, warm, burst, answers in states]
-    states_slow = itertools.product((1, BURST), (False, True))
-    return cells + [Cell("slow save", 2000, False, burst, answers, 8) for burst, answers in states_slow]
+    """Every combination, of real engines, of fake ones, and of fake ones that save slowly."""
+    states = list(itertools.product((400, 2000), (False, True), (1, BURST), (False, True)))
+    return [
+        Cell(kind, tokens, warm, burst, answers, 4 if warm else 8)
+        for kind, (tokens, warm, burst, answers) in itertools.product(STANDS, states)
+        if kind != SLOW_SAVE or (tokens > 1000 and not warm)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +200,14 @@ async def real() -> AsyncIterator[Stand]:
 
 
 @asynccontextmanager
-async def slow_save() -> AsyncIterator[Stand]:
-    """Two fake engines whose sessions take as long to save as a disk would; the prefill engine reads twice as fast."""
+async def fake(reader_tps: float, save_s: float) -> AsyncIterator[Stand]:
+    """Two fake engines, which take their time without computing."""
     async with AsyncExitStack() as stack:
         store = stack.enter_context(SessionStore(fresh_dir(), remove_at_close=True))
         reader = await stack.enter_async_context(FakeEngine(slot_dir=store.folder, context=65536))
         writer = await stack.enter_async_context(FakeEngine(slot_dir=store.folder, slots=8, context=65536))
-        reader.knobs.read_tps, writer.knobs.read_tps, writer.knobs.write_tps = 8000, 4000, 100
-        reader.knobs.save.delay_s = 0.35
+        reader.knobs.read_tps, writer.knobs.read_tps, writer.knobs.write_tps = reader_tps, FAKE_TPS, FAKE_WRITE_TPS
+        reader.knobs.save.delay_s = save_s
         fields = {
             "listen": "127.0.0.1:0",
             "split": {"policy": "auto", "min_prompt_tokens": FLOOR_TOKENS, "dir": str(store.folder)},
@@ -215,6 +220,12 @@ async def slow_save() -> AsyncIterator[Stand]:
             yield found
 
 
+STANDS: dict[str, Callable[[], AbstractAsyncContextManager[Stand]]] = {
+    REAL: real,
+    EQUAL: partial(fake, FAKE_TPS, 0.01),
+    SLOW_SAVE: partial(fake, 2 * FAKE_TPS, 0.35),  # as a disk would
+}
+
 Results = dict[Cell, dict[Policy, list[Run]]]
 
 
@@ -224,7 +235,7 @@ async def measure(cells: Sequence[Cell], rounds: int, console: Console) -> Resul
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=len(cells) * rounds * len(ARMS))
-        for kind, start in (("real", real), ("slow save", slow_save)):
+        for kind, start in STANDS.items():
             chosen = [cell for cell in cells if cell.engines == kind]
             if not chosen:
                 continue

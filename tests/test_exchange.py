@@ -440,6 +440,28 @@ async def test_one_line_tells_a_request(fake: Start, caplog: pytest.LogCaptureFi
     assert all(word in line for word in ("MiB saved in", "restored in", "reused", "read 1, wrote 12", "total"))
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "words"),
+    [
+        ("/v1/chat/completions", b"{", "chat, 400 error"),
+        ("/slots/0?action=erase", {}, "other, 403 error"),
+        ("/tokenize", {"content": "hello"}, "other, 200 ok, passed on to writer"),
+        ("/v1/models", None, "other, 200 ok, passed on to writer"),
+    ],
+)
+async def test_what_is_refused_or_passed_on_has_its_line_too(
+    fake: Start, caplog: pytest.LogCaptureFixture, path: str, asked: Json | bytes | None, words: str
+) -> None:
+    """No request goes without its one line, wherever it ended."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer) as p:
+        caplog.set_level(logging.INFO, "splitproxy.app")
+        reply = await (p.get(path) if asked is None else p.ask(path, asked))
+        await until(lambda: any(reply.headers["X-Request-Id"] in r.getMessage() for r in caplog.records))
+    (line,) = [r.getMessage() for r in caplog.records if reply.headers["X-Request-Id"] in r.getMessage()]
+    assert words in line
+
+
 async def test_status_and_health_tell_the_pair(fake: Start) -> None:
     """Engines, pairs, books and the last requests are there to look at."""
     reader, writer = await pair(fake, slots=2, context=8192)
