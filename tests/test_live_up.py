@@ -1,6 +1,7 @@
 """The commands as a user runs them, in processes of their own, with real engines on the tiny model."""
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -179,6 +180,7 @@ class Served:
 
 
 def engines_for(live_engine: Start, session_dir: Path, **writer_model: int | str) -> Served:
+    """Engines on the tiny model; the decode engine's may be another one."""
     common = ("-c", "8192", "--slot-save-path", str(session_dir))
     reader = live_engine(models.tiny_model("dense"), *common, *READER_FLAGS).url
     writer = live_engine(models.tiny_model("dense", **writer_model), *common, *WRITER_FLAGS).url
@@ -213,6 +215,36 @@ async def test_check(live_engine: Start, session_dir: Path, seed: int, code: int
     async with Caller(served.reader) as reader, Caller(served.writer) as writer:
         assert await reader.erase() == 0
         assert await writer.erase() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_check_stopped(live_engine: Start, session_dir: Path, number: signal.Signals) -> None:
+    """A check that is stopped while it reads prompts says what it has measured, and leaves both engines empty."""
+    served = engines_for(live_engine, session_dir, dim=256, layers=8, heads=8, kv=4, ff=768)
+    async with splitproxy("check", "-c", served.config, "--rounds", "9") as checking:
+        await checking.line("proven")
+        checking.process.send_signal(number)
+        code, output = await checking.end()
+        assert code == 130, output
+        assert "Traceback" not in output
+    assert sessions(session_dir) == []
+    async with Caller(served.reader) as reader, Caller(served.writer) as writer:
+        assert await reader.erase() == 0
+        assert await writer.erase() == 0
+
+
+async def test_bench(live_engine: Start, session_dir: Path) -> None:
+    """`bench` compares both arms under a load, and writes the same figures as JSON."""
+    served = engines_for(live_engine, session_dir)
+    figures = session_dir.parent / "bench.json"
+    options = ("--requests", "6", "--rounds", "1", "--rate", "20", "--policy", "threshold", "--json", str(figures))
+    code, output = await run("bench", "-c", served.config, "--set", "split.min_prompt_tokens=512", *options)
+    assert code == 0, output
+    arms = json.loads(figures.read_text())["arms"]
+    assert {name: (arm["requests"], arm["failed"]) for name, arm in arms.items()} == {
+        "unsplit": (6, 0), "split": (6, 0),
+    }  # fmt: skip
+    assert sessions(session_dir) == []
 
 
 async def test_check_while_serving(live_engine: Start, session_dir: Path) -> None:
