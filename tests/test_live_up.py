@@ -220,8 +220,8 @@ async def test_check(live_engine: Start, session_dir: Path, seed: int, code: int
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_check_stopped(live_engine: Start, session_dir: Path, number: signal.Signals) -> None:
     """A check that is stopped while it reads prompts says what it has measured, and leaves both engines empty."""
-    served = engines_for(live_engine, session_dir, dim=256, layers=8, heads=8, kv=4, ff=768)
-    async with splitproxy("check", "-c", served.config, "--rounds", "9") as checking:
+    served = engines_for(live_engine, session_dir)
+    async with splitproxy("check", "-c", served.config, "--rounds", "99") as checking:
         await checking.line("proven")
         checking.process.send_signal(number)
         code, output = await checking.end()
