@@ -13,10 +13,10 @@ from enum import Enum
 
 from splitproxy.model import Ask, DecodeView, PrefillView, Route, RouteKind, Tokens
 from splitproxy.recall import Recall
-from splitproxy.speeds import Speeds
+from splitproxy.speeds import Reading, Speeds
 
-# Work that takes longer than predicted is believed to take this part of its prediction more.
-LEAST_LEFT = 0.05
+# Work that takes longer than predicted is believed to take this part of its time so far more.
+LEAST_LEFT = 0.1
 LEAST_TOLD = 0.1  # of a reading must be done before its own pace counts
 
 
@@ -40,14 +40,18 @@ class Job:
     phase: Phase = Phase.WAITING
     since: float = 0.0  # when the phase began
     crowded: bool = False  # whether the engine read for somebody else at the same time
+    target: str = ""  # the decode engine that a prefill engine reads for
+    reads: Reading | None = None  # what it reads, where that is known
     _known: int | None = None  # tokens that the engine need not read, by its first report
 
-    def begin(self, phase: Phase, engine: str | None = None) -> None:
+    def begin(self, phase: Phase, engine: str | None = None, reads: Reading | None = None) -> None:
         """The job has come to this phase; a slot may have been found on another engine than the one first asked."""
-        self.engine = engine or self.engine
+        if self.phase is Phase.READING:
+            self.forecast.stop_reading(self, finished=phase is Phase.WRITING)
+        self.engine, self.reads = engine or self.engine, reads or self.reads
         self.phase, self.since = phase, self.forecast.clock()
         if phase is Phase.READING:
-            self.forecast.notice_crowd(self)
+            self.forecast.start_reading(self)
 
     def report(self, done: int, total: int) -> None:
         """The engine tells how far its reading has come: its own pace is better than a prediction."""
@@ -67,7 +71,7 @@ class Job:
             case Phase.WAITING:
                 return self.read_s
             case Phase.READING:
-                return max(self.read_s - (now - self.since), LEAST_LEFT * self.read_s)
+                return _left_s(self.read_s, now - self.since)
             case Phase.WRITING:
                 return 0.0
 
@@ -76,7 +80,25 @@ class Job:
         if self.at(now) is not Phase.WRITING:
             return self.reading_left_s(now) + self.write_s
         begun = self.since if self.phase is Phase.WRITING else self.since + self.read_s
-        return max(self.write_s - (now - begun), LEAST_LEFT * self.write_s)
+        return _left_s(self.write_s, now - begun)
+
+
+def _left_s(predicted_s: float, passed_s: float) -> float:
+    return max(predicted_s - passed_s, LEAST_LEFT * max(predicted_s, passed_s))
+
+
+@dataclass(slots=True)
+class _Together:
+    """Readings of one engine that overlapped: nobody knows how long each took, but all of them took the time."""
+
+    began: float
+    at_work: int = 0
+    reads: list[Reading] = field(default_factory=list)
+    sound: bool = True  # every one of them came to its end, and what it read is known
+
+    @property
+    def tells(self) -> bool:
+        return self.sound and len(self.reads) > 1
 
 
 @dataclass(slots=True)
@@ -87,25 +109,31 @@ class Forecast:
     recall: Recall = field(default_factory=Recall)
     clock: Callable[[], float] = time.monotonic
     _jobs: list[Job] = field(default_factory=list)
+    _together: dict[str, _Together] = field(default_factory=dict)
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def job(self, engine: str, read_s: float | None, write_s: float = 0.0, *, streamed: bool = True) -> Iterator[Job]:
+    def job(
+        self, engine: str, read_s: float | None, write_s: float = 0.0, *, streamed: bool = True, target: str = ""
+    ) -> Iterator[Job]:
         """Count a request's work on an engine, from the time at which it begins to wait for it."""
-        job = Job(self, engine, read_s or 0.0, write_s, streamed, since=self.clock())
+        job = Job(self, engine, read_s or 0.0, write_s, streamed, since=self.clock(), target=target)
         self._jobs.append(job)
         try:
             yield job
         finally:
             self._jobs.remove(job)
+            if job.phase is Phase.READING:
+                self.stop_reading(job, finished=False)
 
     def reading_ahead(self, route: Route) -> AbstractContextManager[Job]:
         """The prefill engine's part of a handover."""
         assert route.prefill_engine is not None
         size = self.speeds.session_bytes(route.prefill_engine, route.decode_engine, route.prompt_tokens or 0)
         read_s = route.prefill_read_s or 0.0
-        return self.job(route.prefill_engine, read_s + self.speeds.save_s(route.prefill_engine, size))
+        read_s += self.speeds.save_s(route.prefill_engine, size)
+        return self.job(route.prefill_engine, read_s, target=route.decode_engine)
 
     def answering(self, route: Route, ask: Ask, tokens: int, *, moved: bool) -> AbstractContextManager[Job]:
         """The decode engine's part of a request for `tokens`; `moved`: with a session ready to restore."""
@@ -119,12 +147,29 @@ class Forecast:
         write_s = self.speeds.write_s(engine, self.speeds.answer_tokens(ask.max_tokens))
         return self.job(engine, read_s, write_s, streamed=ask.stream)
 
-    def notice_crowd(self, job: Job) -> None:
-        """Two readings at once on one engine: the figures of both tell of both."""
+    def start_reading(self, job: Job) -> None:
+        """Two readings at once on one engine: the figures of each tell of both, those of their sum are right."""
         now = self.clock()
         for other in self._of(job.engine):
             if other is not job and other.at(now) is Phase.READING:
                 other.crowded = job.crowded = True
+        together = self._together.setdefault(job.engine, _Together(now))
+        together.at_work += 1
+        if job.reads is None or not job.streamed:
+            together.sound = False
+        else:
+            together.reads.append(job.reads)
+
+    def stop_reading(self, job: Job, *, finished: bool) -> None:
+        """A reading has come to its end, or to an end. With the last of them the engine's speed is known again."""
+        together = self._together[job.engine]
+        together.at_work -= 1
+        together.sound = together.sound and finished
+        if together.at_work:
+            return
+        del self._together[job.engine]
+        if together.tells:
+            self.speeds.learn_readings(job.engine, together.reads, 1000 * (self.clock() - together.began))
 
     def _of(self, engine: str) -> Iterator[Job]:
         return (job for job in self._jobs if job.engine == engine)
@@ -158,6 +203,7 @@ class Forecast:
             streams=sum(job.at(now) is not Phase.WAITING for job in jobs),
             wait_s=self.wait_s(view.engine, view.free_slots),
             reading_s=sum(job.reading_left_s(now) for job in jobs if job.at(now) is Phase.READING),
+            coming_s=self._coming_s(view.engine, now),
             read_s=self._reading_s(view.engine, view.held_tokens, tokens, view.beside),
             added_s=self.speeds.added_s(RouteKind.LOCAL, tokens or 1),
         )
@@ -176,6 +222,15 @@ class Forecast:
             restore_s=self.speeds.restore_s(view.decode_engine, size),
             added_s=self.speeds.added_s(RouteKind.HANDOVER, tokens or 1),
         )
+
+    def _coming_s(self, engine: str, now: float) -> tuple[float, ...]:
+        """In how many seconds each session will be ready that prefill engines read for a decode engine now."""
+        ready, at_s = [], dict[str, float]()
+        for job in self._jobs:
+            if job.target == engine:  # one after the other, in the order in which they came
+                at_s[job.engine] = at_s.get(job.engine, 0.0) + job.reading_left_s(now)
+                ready.append(at_s[job.engine])
+        return tuple(ready)
 
     def _reading_s(self, engine: str, held: int, tokens: int | None, beside: int = 0) -> float | None:
         if tokens is None:

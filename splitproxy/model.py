@@ -241,6 +241,7 @@ class DecodeView:
     beside: int = 0  # tokens that its other slots hold
     wait_s: float = 0.0  # until a slot is free
     reading_s: float = 0.0  # that it has yet to read for others
+    coming_s: tuple[float, ...] = ()  # in which time sessions are ready that are on their way to it
     read_s: float | None = None  # to read what it lacks of the prompt; None: not known yet
     added_s: float = 0.0  # what comes on top of its work
 

@@ -179,8 +179,8 @@ class Request:
         """Have a decode engine answer; where one fails before its first byte, another may."""
         while True:
             lease = await self._ready_slot(route)
-            job.begin(Phase.READING, lease.engine)
             self.trace.beside = self.service.ledger.beside(lease)
+            job.begin(Phase.READING, lease.engine, self._reads(lease))
             if room is not None:
                 room.release()  # the session file is gone
             try:
@@ -195,6 +195,14 @@ class Request:
                 self.service.fleet.suspect(lease.engine)
                 if self.trace.handover is not None and self.trace.handover.stage is Stage.RESTORED:
                     self.trace.handover.fail(error)
+
+    def _reads(self, lease: Lease) -> Reading | None:
+        """What the decode engine has to read, as far as is known."""
+        if self.tokens is None:
+            return None
+        moved = self.trace.handover is not None and self.trace.handover.stage is Stage.RESTORED
+        held = len(self.known) - 1 if moved else min(lease.held, len(self.known) - 1)
+        return Reading(held + self.trace.beside, len(self.known) - held)
 
     async def _ready_slot(self, route: Route) -> Lease:
         """A decode slot, with the waiting session restored into it if there is one."""

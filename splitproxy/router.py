@@ -244,8 +244,11 @@ def _handover(writer: DecodeView, reader: PrefillView, stall_weight: float) -> _
 
 
 def _stall_s(writer: DecodeView) -> float:
-    """How long the running answers of a decode engine, taken together, would stand still for a local reading."""
-    return writer.streams * (writer.read_s or 0.0)
+    """How long others would stand still for a local reading, taken together: what the decode engine reads and writes
+    now, and the sessions that are ready before it has read."""
+    read_s = writer.read_s or 0.0
+    done_s = writer.reading_s + read_s
+    return writer.streams * read_s + sum(min(max(done_s - ready_s, 0.0), read_s) for ready_s in writer.coming_s)
 
 
 def _reason(way: _Way, demand: Demand, own: Sequence[_Way], rules: Rules) -> Reason | None:

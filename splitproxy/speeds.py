@@ -21,7 +21,7 @@ SAMPLE_HALF_LIFE, LEAST_WEIGHT = 48.0, 0.2  # samples after which one counts hal
 LEAST_VALUE, MOST_VALUE = 1e-6, 1e13  # milliseconds or bytes beyond which nothing was measured
 ROUNDS = 5  # of re-weighting; the sum of absolute deviations has settled by then
 NOISE = 0.02  # relative; deviations below it are all alike
-SURPRISE = 0.35  # of the logarithm: a third more, or a quarter less, than samples of this size took so far
+SURPRISE = 0.6  # of the logarithm: twice as long as, or half as long, as samples of this size took so far
 SURPRISES = 3  # in a row, and as far off as each other: the engine has changed
 SAMPLES_TO_KNOW = 3  # of a size, before another of it can surprise
 # A slope alone is fitted until the sizes seen lie this far apart: noise would make a large constant of nothing, and
@@ -204,6 +204,18 @@ class Median:
         return statistics.median(self._values) if self._values else None
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """`count` tokens that an engine reads while it holds `start`, in all of its slots: attention passes over them."""
+
+    start: int
+    count: int
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        return _span(self.start, self.count)
+
+
 def _span(start: int, count: int) -> tuple[float, float, float]:
     """What reading depends on: tokens, what attention looks back on (in thousands), and that there is a reading."""
     return float(count), count * (start + count / 2) / 1000, 1.0
@@ -237,6 +249,13 @@ class Speeds:
         """The engine read `count` tokens; `start` it held before, in all of its slots: attention passes over them."""
         if count >= LEAST_READ_TOKENS:
             self.engine(engine).reading.learn(_span(start, count), ms)
+
+    def learn_readings(self, engine: str, readings: Sequence[Reading], ms: float) -> None:
+        """Readings that overlapped took so long together. The model is a sum, so it can be taught one."""
+        if sum(reading.count for reading in readings) >= LEAST_READ_TOKENS:
+            parts = zip(*(reading.parts for reading in readings), strict=True)
+            size, look_back, number = (sum(part) for part in parts)
+            self.engine(engine).reading.learn((size, look_back, number), ms)
 
     def learn_move(
         self, source: str, target: str, tokens: int, session_bytes: int, save_ms: float, restore_ms: float

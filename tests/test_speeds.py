@@ -86,7 +86,7 @@ def test_a_place_far_into_a_conversation_is_no_surprise() -> None:
     assert error(speeds, 32_000, 300) < 0.05
 
 
-@pytest.mark.parametrize("factor", [0.3, 0.6, 1.7, 4.0])
+@pytest.mark.parametrize("factor", [0.3, 0.5, 2.0, 4.0])
 def test_an_engine_that_has_changed_is_believed_after_three(factor: float) -> None:
     """Three readings of known lengths that agree with each other and not with the past change all lengths alike."""
     speeds = taught(LENGTHS * 4)
