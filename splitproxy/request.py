@@ -19,6 +19,7 @@ from splitproxy.handover import Handover, Stage
 from splitproxy.ledger import NOTHING, Holding, Lease, Reservation
 from splitproxy.model import Api, Ask, HandoverFigures, Outcome, Role, Route, Tokens
 from splitproxy.service import RETRY_AFTER_S, Incoming, Service, content_length
+from splitproxy.speeds import Reading
 from splitproxy.sse import MEDIA_TYPE, progress_event
 from splitproxy.tokenize import surely_shorter
 from splitproxy.trace import Trace
