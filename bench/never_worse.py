@@ -229,8 +229,8 @@ STANDS: dict[str, Callable[[], AbstractAsyncContextManager[Stand]]] = {
 Results = dict[Cell, dict[Policy, list[Run]]]
 
 
-async def measure(cells: Sequence[Cell], rounds: int, console: Console) -> Results:
-    """All cells, arms and rounds; the arms change places from round to round."""
+async def measure(cells: Sequence[Cell], rounds: int, console: Console, keep: Callable[[Results], None]) -> Results:
+    """All cells, arms and rounds; the arms change places from round to round. `keep` gets what there is so far."""
     results: Results = {cell: {arm: [] for arm in ARMS} for cell in cells}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -246,6 +246,7 @@ async def measure(cells: Sequence[Cell], rounds: int, console: Console) -> Resul
                         progress.update(task, description=f"{cell.name}: {arm}")
                         results[cell][arm].append(await at.run(cell, arm))
                         progress.advance(task)
+                    keep(results)
     return results
 
 
@@ -256,6 +257,8 @@ def table(results: Results) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell, arms in results.items():
+        if not all(arms.values()):
+            continue  # not measured yet
         firsts = {arm: [run.first_token_s for run in runs] for arm, runs in arms.items()}
         goods = {arm: [run.goodput_rps for run in runs] for arm, runs in arms.items()}
         sooner, better = ratios(arms)
@@ -309,15 +312,20 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console()
     cells = [cell for cell in grid() if fnmatch.fnmatch(cell.name, options.cells)]
-    load = os.getloadavg()[1]
-    results = asyncio.run(measure(cells, options.rounds, console))
-    lines = [f"{machine()}; {options.rounds} rounds; load of the machine before: {load:.1f}", "", *table(results)]
-    found = [ratios(arms) for arms in results.values()]
-    held = sum(min(pair) >= BOUND for pair in found)
-    lines += ["", f"{held} of {len(found)} cells at {BOUND} or better in both."]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    if options.markdown:
-        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    head = f"{machine()}; {options.rounds} rounds; load of the machine before: {os.getloadavg()[1]:.1f}"
+
+    def told(results: Results) -> list[str]:
+        found = [ratios(arms) for arms in results.values() if all(arms.values())]
+        held = sum(min(pair) >= BOUND for pair in found)
+        return [head, "", *table(results), "", f"{held} of {len(found)} cells at {BOUND} or better in both."]
+
+    def keep(results: Results) -> None:
+        if options.markdown:
+            options.markdown.write_text("\n".join(told(results)) + "\n", encoding="utf-8")
+
+    results = asyncio.run(measure(cells, options.rounds, console, keep))
+    keep(results)
+    console.print("\n".join(told(results)), markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

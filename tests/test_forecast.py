@@ -7,6 +7,7 @@ import pytest
 
 from splitproxy.forecast import Forecast, Phase
 from splitproxy.model import Api, Ask, DecodeView, PairState, PrefillView, Reason, Route, RouteKind, Tokens
+from splitproxy.speeds import Reading
 
 ASK = Ask(Api.CHAT, "/v1/chat/completions", b"{}", stream=True, max_tokens=10)
 
@@ -36,8 +37,8 @@ def test_a_reading_job_shrinks_as_time_goes_by(forecast: Forecast, clock: Clock)
         job.begin(Phase.READING)
         clock.now += 4
         assert forecast.backlog_s("r") == 6
-        clock.now += 100
-        assert 0 < forecast.backlog_s("r") < 1
+        clock.now += 96
+        assert forecast.backlog_s("r") == pytest.approx(10)  # a tenth of what it has taken so far
         assert forecast.backlog_s("other") == 0
     assert forecast.backlog_s("r") == 0
 
@@ -141,3 +142,56 @@ def test_readings_at_the_same_time_are_marked(forecast: Forecast, clock: Clock) 
             assert [job.crowded for job in (before, one, two, elsewhere)] == [False, True, True, False]
             two.begin(Phase.READING, "v")
             assert elsewhere.crowded
+
+
+# -- readings that overlap ---------------------------------------------------------------------------------------------
+
+
+def together(forecast: Forecast, clock: Clock, *, finished: bool, known: bool) -> float | None:
+    """Two readings of 1000 tokens overlap and are done after 6 s; how long one alone is then believed to take."""
+    reads = Reading(0, 1000)
+    with forecast.job("w", 1.0) as one, forecast.job("w", 1.0) as two:
+        one.begin(Phase.READING, reads=reads)
+        clock.now += 2
+        two.begin(Phase.READING, reads=reads if known else None)
+        clock.now += 3
+        one.begin(Phase.WRITING)
+        clock.now += 1
+        if finished:
+            two.begin(Phase.WRITING)
+    return forecast.speeds.read_s("w", 0, 1000)
+
+
+def test_readings_that_overlap_teach_as_one(forecast: Forecast, clock: Clock) -> None:
+    """What two readings took together is learned as the time of both."""
+    assert together(forecast, clock, finished=True, known=True) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("finished", "known"), [(False, True), (True, False)])
+def test_readings_of_which_one_is_lost_teach_nothing(
+    forecast: Forecast, clock: Clock, finished: bool, known: bool
+) -> None:
+    """Where one was cut off, or nobody knows what it read, the time tells nothing."""
+    assert together(forecast, clock, finished=finished, known=known) is None
+
+
+def test_one_reading_alone_is_left_to_the_engines_own_figures(forecast: Forecast, clock: Clock) -> None:
+    """A single reading is not learned twice."""
+    with forecast.job("w", 1.0) as job:
+        job.begin(Phase.READING, reads=Reading(0, 1000))
+        clock.now += 3
+        job.begin(Phase.WRITING)
+    assert forecast.speeds.read_s("w", 0, 1000) is None
+
+
+def test_sessions_on_their_way_are_known(forecast: Forecast, clock: Clock) -> None:
+    """A decode engine's view tells when the sessions will be ready that are being read for it, and for no other."""
+    with (
+        forecast.job("r", 4.0, target="w") as first,
+        forecast.job("r", 3.0, target="w"),
+        forecast.job("q", 1.0, target="w"),
+        forecast.job("q", 9.0, target="v"),
+    ):
+        first.begin(Phase.READING)
+        clock.now += 1
+        assert forecast.decode_view(DecodeView("w", 0, 8192, 1), 10).coming_s == (3, 6, 1)

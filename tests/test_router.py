@@ -1,6 +1,7 @@
 """The decision, as a table: which route, why, and between which engines."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,8 @@ LOCAL, HANDOVER = RouteKind.LOCAL, RouteKind.HANDOVER
 FLOOR = 100
 
 
-def writer(name: str = "w", held: int = 0, context: int = 8192, free: int = 1, **seconds: float) -> DecodeView:
-    return DecodeView(name, held, context, free, **seconds)  # type: ignore[arg-type]  # streams is a count
+def writer(name: str = "w", held: int = 0, context: int = 8192, free: int = 1, **more: Any) -> DecodeView:
+    return DecodeView(name, held, context, free, **more)
 
 
 def reader(
@@ -26,9 +27,9 @@ def reader(
     context: int = 8192,
     waiting: int = 0,
     room: bool = True,
-    **seconds: float,
+    **more: Any,
 ) -> PrefillView:
-    return PrefillView(name, to, up, pair, context, waiting, room, **seconds)  # type: ignore[arg-type]
+    return PrefillView(name, to, up, pair, context, waiting, room, **more)
 
 
 @dataclass
@@ -121,6 +122,10 @@ CASES = [
          decode=[writer(read_s=5, reading_s=4)], prefill=[reader(read_s=8)]),
     Case("auto, forced behind any queue", HANDOVER, Reason.FORCED, policy=Policy.AUTO, force=900,
          decode=[writer(read_s=5)], prefill=[reader(read_s=1, queue_s=99)]),
+    Case("auto, sessions on their way would have to wait", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
+         decode=[writer(read_s=2, coming_s=(0.5, 1.0, 7.0))], prefill=[reader(read_s=4)]),
+    Case("auto, sessions that are ready later do not", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,
+         decode=[writer(read_s=2, coming_s=(2.5, 3.0, 7.0))], prefill=[reader(read_s=4)]),
     Case("auto, the proxy's own part counts", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,
          decode=[writer(read_s=2)], prefill=[reader(read_s=1, added_s=1.5)]),
 ]  # fmt: skip
