@@ -40,6 +40,7 @@ class Job:
     phase: Phase = Phase.WAITING
     since: float = 0.0  # when the phase began
     crowded: bool = False  # whether the engine read for somebody else at the same time
+    hindered: bool = False  # whether another engine read at the same time
     target: str = ""  # the decode engine that a prefill engine reads for
     reads: Reading | None = None  # what it reads, where that is known
     _known: int | None = None  # tokens that the engine need not read, by its first report
@@ -150,9 +151,13 @@ class Forecast:
     def start_reading(self, job: Job) -> None:
         """Two readings at once on one engine: the figures of each tell of both, those of their sum are right."""
         now = self.clock()
-        for other in self._of(job.engine):
-            if other is not job and other.at(now) is Phase.READING:
+        for other in self._jobs:
+            if other is job or other.at(now) is not Phase.READING:
+                continue
+            if other.engine == job.engine:
                 other.crowded = job.crowded = True
+            else:
+                other.hindered = job.hindered = True
         together = self._together.setdefault(job.engine, _Together(now))
         together.at_work += 1
         if job.reads is None or not job.streamed:
@@ -235,5 +240,7 @@ class Forecast:
     def _reading_s(self, engine: str, held: int, tokens: int | None, beside: int = 0) -> float | None:
         if tokens is None:
             return None
+        now = self.clock()
         held = min(held, max(tokens - 1, 0))
-        return self.speeds.read_s(engine, held + beside, max(tokens - 1 - held, 1))
+        hindered = any(job.engine != engine and job.at(now) is Phase.READING for job in self._jobs)
+        return self.speeds.read_s(engine, held + beside, max(tokens - 1 - held, 1), hindered=hindered)

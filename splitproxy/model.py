@@ -348,6 +348,8 @@ class RequestRecord:
     gaps: Gaps = Gaps()
     decided_ms: float | None = None  # when the route was chosen
     beside: int = 0  # tokens that other slots of the decode engine held: they slow it down
+    hindered: bool = False  # another engine read while the decode engine did
+    prefill_hindered: bool = False  # the same for the prefill engine
     crowded: bool = False  # the decode engine read for others at the same time: its figures tell of both
     in_vain: InVain | None = None  # the likely cause, of a handover that was
 

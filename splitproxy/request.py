@@ -115,6 +115,7 @@ class Request:
             trace.step = Step.PREFILL.value
             job.begin(Phase.READING)
             taken = await handover.take(lease.number, progress)
+            trace.prefill_hindered = job.hindered
         finally:
             read = Holding(self.prefix, occupied=len(self.prefix)) if taken else None
             fleet.end(lease, quiet=taken or _has_answered(handover), holding=read)
@@ -174,7 +175,7 @@ class Request:
             try:
                 await self._answer_somewhere(route, job, room)
             finally:
-                self.trace.crowded = job.crowded
+                self.trace.crowded, self.trace.hindered = job.crowded, job.hindered
 
     async def _answer_somewhere(self, route: Route, job: Job, room: Reservation | None) -> None:
         """Have a decode engine answer; where one fails before its first byte, another may."""

@@ -226,6 +226,7 @@ class EngineSpeeds:
     """One engine. Times are milliseconds, writing is milliseconds for a token."""
 
     reading: Fit = field(default_factory=lambda: Fit(3))
+    hindrance: Median = field(default_factory=Median)  # how much longer it reads while another engine reads
     writing: Median = field(default_factory=Median)
     saving: Fit = field(default_factory=lambda: Fit(2))
     restoring: Fit = field(default_factory=lambda: Fit(2))
@@ -245,10 +246,18 @@ class Speeds:
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
-    def learn_reading(self, engine: str, start: int, count: int, ms: float) -> None:
-        """The engine read `count` tokens; `start` it held before, in all of its slots: attention passes over them."""
-        if count >= LEAST_READ_TOKENS:
-            self.engine(engine).reading.learn(_span(start, count), ms)
+    def learn_reading(self, engine: str, start: int, count: int, ms: float, *, hindered: bool = False) -> None:
+        """The engine read `count` tokens; `start` it held before, in all of its slots: attention passes over them.
+
+        `hindered`: another engine read at the same time, which may be on the same processor, memory or bus.
+        """
+        known = self.engine(engine)
+        if count < LEAST_READ_TOKENS:
+            return
+        if hindered and (alone_ms := known.reading.predict(_span(start, count))):
+            known.hindrance.learn(ms / alone_ms)
+        else:
+            known.reading.learn(_span(start, count), ms)
 
     def learn_readings(self, engine: str, readings: Sequence[Reading], ms: float) -> None:
         """Readings that overlapped took so long together. The model is a sum, so it can be taught one."""
@@ -272,15 +281,18 @@ class Speeds:
             return
         if not record.crowded:
             start = figures.cached_tokens + record.beside
-            self.learn_reading(record.engine, start, figures.read_tokens, figures.prompt_ms)
+            self.learn_reading(
+                record.engine, start, figures.read_tokens, figures.prompt_ms, hindered=record.hindered
+            )
         if figures.answer_tokens > 1 and figures.answer_ms > 0:
             self.engine(record.engine).writing.learn(figures.answer_ms / figures.answer_tokens)
         self._answer.learn(figures.answer_tokens)
         if moved is not None and route.prefill_engine is not None:
             tokens = moved.prefill_cached_tokens + moved.prefill_read_tokens
             self.learn_reading(
-                route.prefill_engine, moved.prefill_cached_tokens, moved.prefill_read_tokens, moved.prefill_ms
-            )
+                route.prefill_engine, moved.prefill_cached_tokens, moved.prefill_read_tokens, moved.prefill_ms,
+                hindered=record.prefill_hindered,
+            )  # fmt: skip
             self.learn_move(
                 route.prefill_engine, record.engine, tokens, moved.session_bytes, moved.save_ms, moved.restore_ms
             )
@@ -290,9 +302,14 @@ class Speeds:
 
     # -- predicting ----------------------------------------------------------------------------------------------------
 
-    def read_s(self, engine: str, start: int, count: int) -> float | None:
+    def read_s(self, engine: str, start: int, count: int, *, hindered: bool = False) -> float | None:
         """Seconds to read `count` tokens while `start` are held in all of the engine's slots."""
-        return 0.0 if count <= 0 else _seconds(self.engine(engine).reading.predict(_span(start, count)))
+        known = self.engine(engine)
+        if count <= 0:
+            return 0.0
+        factor = max(known.hindrance.value or 1.0, 1.0) if hindered else 1.0
+        alone_s = _seconds(known.reading.predict(_span(start, count)))
+        return None if alone_s is None else factor * alone_s
 
     def session_bytes(self, source: str, target: str, tokens: int) -> int:
         """How large a session file will be; 0 where nothing is known."""

@@ -37,6 +37,8 @@ class Trace:
     mistaken: bool = False
     decided: float | None = None
     beside: int = 0
+    hindered: bool = False
+    prefill_hindered: bool = False
     crowded: bool = False
     in_vain: InVain | None = None
     handover: Handover | None = None
@@ -106,6 +108,8 @@ class Trace:
             gaps=Gaps(tuple(self.gaps), self.last_chunk - self.first_byte if self.first_byte is not None else 0.0),
             decided_ms=None if self.decided is None else 1000 * (self.decided - self.start),
             beside=self.beside,
+            hindered=self.hindered,
+            prefill_hindered=self.prefill_hindered,
             crowded=self.crowded,
             in_vain=self.in_vain,
         )

@@ -184,6 +184,19 @@ def test_one_reading_alone_is_left_to_the_engines_own_figures(forecast: Forecast
     assert forecast.speeds.read_s("w", 0, 1000) is None
 
 
+def test_readings_of_different_engines_are_marked(forecast: Forecast) -> None:
+    """Engines that read at the same time may hinder each other; one that only waits or writes hinders nobody."""
+    with forecast.job("r", 4.0) as first, forecast.job("w", 1.0) as second, forecast.job("v", 1.0) as third:
+        first.begin(Phase.READING)
+        assert not first.hindered
+        second.begin(Phase.READING)
+        second.begin(Phase.WRITING)
+        assert (first.hindered, second.hindered) == (True, True)
+        first.begin(Phase.WRITING)
+        third.begin(Phase.READING)
+        assert not third.hindered
+
+
 def test_sessions_on_their_way_are_known(forecast: Forecast, clock: Clock) -> None:
     """A decode engine's view tells when the sessions will be ready that are being read for it, and for no other."""
     with (

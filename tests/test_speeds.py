@@ -203,6 +203,20 @@ def test_the_status_tells_rates() -> None:
     assert speeds.status("r")["reads_tokens_per_s"]["512"] == pytest.approx(900, rel=0.01)
 
 
+def test_engines_that_hinder_each_other() -> None:
+    """What is read beside another engine's reading tells how much longer that takes, and nothing about reading alone."""
+    speeds = taught(LENGTHS * 2)
+    for length in LENGTHS:
+        speeds.learn_reading("e", 0, length, reading_ms(0, length, 1.6), hindered=True)
+    assert error(speeds, 0, 900) < 0.05
+    alone, hindered = speeds.read_s("e", 0, 900), speeds.read_s("e", 0, 900, hindered=True)
+    assert alone is not None
+    assert hindered == pytest.approx(1.6 * alone, rel=0.05)
+    for length in LENGTHS * 5:  # engines on machines of their own: faster than alone is only noise
+        speeds.learn_reading("e", 0, length, reading_ms(0, length, 0.9), hindered=True)
+    assert speeds.read_s("e", 0, 900, hindered=True) == speeds.read_s("e", 0, 900)
+
+
 def test_a_fit_without_spread_is_a_slope() -> None:
     """Sizes that lie close together say nothing about a constant: none is made up."""
     fit = Fit(2)
