@@ -281,9 +281,7 @@ class Speeds:
             return
         if not record.crowded:
             start = figures.cached_tokens + record.beside
-            self.learn_reading(
-                record.engine, start, figures.read_tokens, figures.prompt_ms, hindered=record.hindered
-            )
+            self.learn_reading(record.engine, start, figures.read_tokens, figures.prompt_ms, hindered=record.hindered)
         if figures.answer_tokens > 1 and figures.answer_ms > 0:
             self.engine(record.engine).writing.learn(figures.answer_ms / figures.answer_tokens)
         self._answer.learn(figures.answer_tokens)
