@@ -204,7 +204,7 @@ def test_the_status_tells_rates() -> None:
 
 
 def test_engines_that_hinder_each_other() -> None:
-    """What is read beside another engine's reading tells how much longer that takes, and nothing about reading alone."""
+    """What is read beside another engine tells how much longer that takes, and nothing about reading alone."""
     speeds = taught(LENGTHS * 2)
     for length in LENGTHS:
         speeds.learn_reading("e", 0, length, reading_ms(0, length, 1.6), hindered=True)
