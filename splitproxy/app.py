@@ -82,8 +82,7 @@ class Proxy:
     def observe(self, record: RequestRecord) -> None:
         self.fleet.forecast.speeds.learn(record)
         self.metrics.observe(record)
-        if record.route is not None:
-            self.recent.append(record)
+        self.recent.append(record)
         log.info("%s", access.line(record))
 
 
@@ -424,6 +423,8 @@ class _client_errors:  # noqa: N801 - reads as a statement
 
 
 async def _body(request: web.Request) -> bytes:
+    if (request.content_length or 0) > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from splitproxy.adapter import Deadlines, Engine
+from splitproxy.adapter import Deadlines, Engine, SlotState
 from splitproxy.admission import Admission
 from splitproxy.errors import Cause, EngineError, RequestError
 from splitproxy.forecast import Forecast, Job
@@ -283,6 +283,10 @@ class Fleet:
                 log.warning("%s engine %s cannot be used: %s", member.role, member.engine.name, error)
             member.fault = str(error)
             return
+        if any(state.busy for state in (await self._slots_of(member)).values()):
+            # Work from before it was lost, or somebody else's: a busy slot must not be given to anybody.
+            member.fault = "is still at work on what nobody waits for"
+            return
         member.identity, member.state, member.fault = identity, EngineState.READY, ""
         member.doubted, member.identified = False, asyncio.get_running_loop().time()
         self._ledger.open(member.engine.name, member.role, identity.slots, identity.context)
@@ -295,6 +299,11 @@ class Fleet:
         if self._meet is not None and member.role is Role.DECODE:
             self._own(self._meet(member.engine))
         self._admission.pump()
+
+    async def _slots_of(self, member: Member) -> Mapping[int, SlotState]:
+        with suppress(EngineError):
+            return await member.watch.look()
+        return {}
 
     def _part(self, member: Member, seen: EngineState) -> None:
         level = logging.ERROR if member.role is Role.DECODE else logging.WARNING

@@ -35,15 +35,17 @@ class Share:
         """So many tokens were added. Raises RequestError when there is no room for them."""
         self._filled += tokens
         if self._filled > self.cells:
-            await self._extend(self._filled + STEP_TOKENS)
+            await self._extend(self._filled + STEP_TOKENS, self._filled)
 
-    async def _extend(self, cells: int) -> None:
+    async def _extend(self, wanted: int, least: int) -> None:
+        """Get `wanted` cells, or as few as `least` where the pool has no more."""
         async with self._one_at_a_time:
-            erase = self._ledger.grow(self.lease, cells)
-            if erase is None:
-                raise RequestError(Fault.OUT_OF_ROOM, "the answer outgrew the decode engine's memory; set max_tokens")
-            self.cells = max(self.cells, cells)
-            await self._erase(self.lease, erase)
+            for cells in (wanted, least):
+                if (erase := self._ledger.grow(self.lease, cells)) is not None:
+                    self.cells = max(self.cells, cells)
+                    await self._erase(self.lease, erase)
+                    return
+            raise RequestError(Fault.OUT_OF_ROOM, "the answer outgrew the decode engine's memory; set max_tokens")
 
     @asynccontextmanager
     async def followed(self, limited: bool) -> AsyncIterator[None]:
@@ -54,15 +56,16 @@ class Share:
             yield
 
     async def _follow(self, limited: bool) -> None:
-        before = 0
+        before = self._filled
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             with suppress(EngineError, KeyError):
                 filled = (await self._watch.look())[self.lease.number].filled
-                step = max(STEP_TOKENS, 2 * (filled - before))  # before the next look it writes as much again
+                since = max(filled - before, 0)  # before the next look it writes as much again
+                step = max(STEP_TOKENS, 2 * since)
                 before = filled
                 if filled + (0 if limited else step) > self.cells:
-                    await self._extend(filled + 2 * step)
+                    await self._extend(filled + 2 * step, filled + (0 if limited else 2 * since))
 
 
 @asynccontextmanager

@@ -141,10 +141,12 @@ class Probe:
         self.report.session_bytes, self.report.save_ms = ticket.session_bytes, ticket.save_ms
         read = ticket.tokens - ticket.cached_tokens
         self.report.prefill_tokens_per_s = 1000 * read / ticket.prefill_ms if ticket.prefill_ms else 0.0
-        self._note("read", True, f"prefill engine reads {self.report.prefill_tokens_per_s:,.0f} tokens/s", start)
+        now, saving_s = time.perf_counter(), ticket.save_ms / 1000
+        speed = f"prefill engine reads {self.report.prefill_tokens_per_s:,.0f} tokens/s"
+        self._note("read", True, speed, start + saving_s)
         detail = f"{ticket.tokens} tokens, {ticket.session_bytes / 2**20:.1f} MiB in {ticket.save_ms:.0f} ms"
-        self._note("saved", True, detail, start)
-        self._note("file", True, "size, format and token list are as they should be", start)
+        self._note("saved", True, detail, now - saving_s)
+        self._note("file", True, "size, format and token list are as they should be", now)
         return ticket
 
     async def _restore(self, ticket: Ticket) -> None:
@@ -165,6 +167,7 @@ class Probe:
         if not is_proof(cached, len(prompt)):
             self.report.advice += NOT_REUSED
         self._note("reused", is_proof(cached, len(prompt)), f"cache_n {cached} of {len(prompt)} tokens", start)
+        start = time.perf_counter()
         same, detail = _same(answer, expected)
         if not same:
             self.report.advice.append("Other weights with the same shape restore without an error: use one model file.")

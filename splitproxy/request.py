@@ -122,7 +122,8 @@ class Request:
         if handover.ticket is not None:
             fleet.forecast.recall.learn(handover.source.name, self.prefix, lease.held, handover.ticket.cached_tokens)
         if not taken:
-            fleet.suspect(handover.source.name)
+            if handover.failure is not None and handover.failure.cause != Cause.REFUSED.value:
+                fleet.suspect(handover.source.name)  # a refusal may be about the prompt
         elif handover.ticket is not None and _is_mistake(lease, handover.ticket.cached_tokens, len(self.prefix)):
             trace.mistaken = True
             fleet.distrust(handover.source.name)
@@ -238,13 +239,17 @@ class Request:
         """The answer's share of the pool while it runs; followed where nobody knows how large it will be."""
         fleet = self.service.fleet
         share = Share(lease, self.prompt_tokens, self.service.ledger, fleet.watch(lease.engine), fleet.erase)
-        limited = self.ask.max_tokens is not None
-        surely = limited and (self.tokens is not None or self.short)
+        follow = share.followed(limited=self.ask.max_tokens is not None)
         try:
-            async with nullcontext() if surely or lease.slot is None else share.followed(limited):
+            async with nullcontext() if self.bounded or lease.slot is None else follow:
                 yield share
         finally:
             self.filled = share.cells
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the answer surely needs no more cells than were reserved for it."""
+        return self.ask.max_tokens is not None and (self.tokens is not None or self.short)
 
     def _require_ready(self, answer: Answer) -> None:
         """An engine that loads its model again answers nothing else; where there is another, that one shall answer."""
@@ -338,7 +343,8 @@ class Request:
             await client.relay(reader.feed(chunk))
             if self.ask.api is Api.NATIVE:
                 self.ids.feed(chunk)
-            await share.written(chunk.count(b"\n\n"))  # an event is about a token
+            if not self.bounded:
+                await share.written(chunk.count(b"\n\n"))  # an event is about a token
         trace.answered = True
         rest = reader.close()
         if answer.status >= 400 or (streams and reader.failed):

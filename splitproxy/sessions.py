@@ -102,6 +102,9 @@ class SessionStore:
         if status.st_mode & 0o077:
             if status.st_uid != os.geteuid():
                 raise PermissionError(13, "others can read it, and it belongs to another user")
+            # A folder with other things in it is somebody's, /tmp for example: its mode is not ours to change.
+            if any(not path.name.startswith(_PREFIX) for path in self.folder.iterdir()):
+                raise PermissionError(13, "others can read it, and it holds other files; make one with mkdir -m 700")
             self.folder.chmod(0o700)
 
     def new_name(self) -> str:

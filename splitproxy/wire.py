@@ -88,7 +88,7 @@ def read_ask(path: str, body: bytes) -> Ask:
         path=path,
         body=body,
         stream=fields.get("stream") is True,
-        max_tokens=_max_tokens(fields),
+        max_tokens=_max_tokens(api, fields),
         prompt=prompt,
         chat=chat,
         not_splittable=obstacle or _obstacle(fields),
@@ -125,16 +125,28 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def _max_tokens(fields: Mapping[str, Any]) -> int | None:
-    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens", "n_predict"):
-        value = fields.get(name)
-        if type(value) is int and value >= 0:
-            return value
-    return None
+# The fields that limit an answer, by API; the engine goes by one of those given, and ignores all others.
+_LIMITS: Mapping[Api, tuple[str, ...]] = {
+    Api.CHAT: ("max_completion_tokens", "max_tokens", "n_predict"),
+    Api.RESPONSES: ("max_output_tokens", "max_tokens", "n_predict"),
+}
+_PLAIN_LIMITS = ("max_tokens", "n_predict")
+
+
+def _max_tokens(api: Api, fields: Mapping[str, Any]) -> int | None:
+    """The longest answer that the engine may write, or None for one without a limit that is sure.
+
+    Of several limits the largest is taken: what is reserved must never be too little.
+    """
+    given = [value for name in _LIMITS.get(api, _PLAIN_LIMITS) if (value := fields.get(name)) is not None]
+    if not given or not all(type(value) is int and value >= 0 for value in given):
+        return None
+    return int(max(given))
 
 
 def _answers(fields: Mapping[str, Any]) -> int:
-    counts = [count for name in ("n", "n_cmpl") if type(count := fields.get(name)) is int]
+    # The engine takes 2.0 for 2.
+    counts = [int(n) for name in ("n", "n_cmpl") if isinstance(n := fields.get(name), int | float)]
     return max(counts, default=1)
 
 

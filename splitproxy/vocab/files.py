@@ -27,10 +27,14 @@ def read(source: str, family: str, special: Mapping[str, int]) -> Vocabulary:
         reason = f"cannot be read: {error.strerror or error}"
     except BrokenFile as error:
         reason = str(error)
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        reason = f"is damaged: it holds what no such file holds ({type(error).__name__})"
     raise ConfigError([f"tokenizer: {source}: {reason}"])
 
 
 def _read_file(path: Path, family: str, special: Mapping[str, int]) -> Vocabulary:
+    if not path.is_file():
+        raise BrokenFile("is no file" if path.exists() else "cannot be read: there is no such file")
     with path.open("rb") as file:
         beginning = file.read(64)
     if beginning.startswith(gguf_file.MAGIC):
