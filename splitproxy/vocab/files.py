@@ -34,7 +34,7 @@ def read(source: str, family: str, special: Mapping[str, int]) -> Vocabulary:
 
 def _read_file(path: Path, family: str, special: Mapping[str, int]) -> Vocabulary:
     if not path.is_file():
-        raise BrokenFile("is no file" if path.exists() else "cannot be read: there is no such file")
+        raise BrokenFile("cannot be read: " + ("it is no file" if path.exists() else "there is no such file"))
     with path.open("rb") as file:
         beginning = file.read(64)
     if beginning.startswith(gguf_file.MAGIC):
