@@ -302,7 +302,7 @@ class Fleet:
 
     async def _slots_of(self, member: Member) -> Mapping[int, SlotState]:
         with suppress(EngineError):
-            return await member.watch.look()
+            return await member.engine.slots()  # past the shared looks: nobody has begun anything yet
         return {}
 
     def _part(self, member: Member, seen: EngineState) -> None:
