@@ -26,7 +26,7 @@ from splitproxy.adapter import Deadlines, Engine
 from splitproxy.admission import Admission
 from splitproxy.client import ClientLeft, Headers
 from splitproxy.engines.llama_server import LlamaServer
-from splitproxy.errors import Fault, LaunchError, RequestError
+from splitproxy.errors import ConfigError, Fault, LaunchError, RequestError
 from splitproxy.exchange import Exchange
 from splitproxy.fleet import Fleet
 from splitproxy.ledger import Ledger
@@ -38,7 +38,7 @@ from splitproxy.tokenize import EngineTokenizer, LocalTokenizer, Tokenizer
 from splitproxy.trace import Trace
 from splitproxy.vocab import files
 from splitproxy.vocab.codec import Codec
-from splitproxy.vocab.vocabulary import UnsupportedVocabulary
+from splitproxy.vocab.vocabulary import UnsupportedVocabulary, Vocabulary
 from splitproxy.wire import GENERATING, api_of, error_body, is_administration, needs_no_slot, read_any_ask, read_ask
 
 log = logging.getLogger(__name__)
@@ -105,11 +105,25 @@ def make_tokenizer(settings: config.Config) -> Tokenizer:
         if not source or not Path(source).is_file():
             return EngineTokenizer("there is no model file to read; tokenizer.source can name one")
     try:
-        return LocalTokenizer(Codec(files.read(source, table.pattern, table.special_tokens)))
+        return LocalTokenizer(_codec(source, files.read(source, table.pattern, table.special_tokens)))
     except UnsupportedVocabulary as reason:
         why = f"{source} is of no use here: {reason}"
         log.warning("token ids are made by the engine: %s", why)
         return EngineTokenizer(why)
+
+
+def _codec(source: str, vocabulary: Vocabulary) -> Codec:
+    """The encoder of a vocabulary. Raises ConfigError for ids or words that no encoder can be made of."""
+    try:
+        return Codec(vocabulary)
+    except UnsupportedVocabulary:
+        raise
+    except BaseException as error:
+        # tiktoken's native part panics on two words with one id, in an exception that has no public name.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            kind = type(error).__name__
+            raise ConfigError([f"tokenizer: {source}: its words or ids contradict each other ({kind})"]) from None
+        raise
 
 
 def deadlines(split: config.Split) -> Deadlines:

@@ -13,7 +13,7 @@ import pytest
 from splitproxy import tokenize
 from splitproxy.app import make_tokenizer
 from splitproxy.config import Config
-from splitproxy.errors import Cause, EngineError, Step
+from splitproxy.errors import Cause, ConfigError, EngineError, Step
 from splitproxy.model import Api, Ask, Tokens
 from splitproxy.tokenize import NOT_COMPARED, EngineTokenizer, LocalTokenizer, surely_shorter
 from splitproxy.vocab import gguf_file, trials
@@ -359,3 +359,18 @@ def test_mixes_are_random_and_repeatable() -> None:
 def test_a_prompt_is_surely_short_by_its_bytes(asked: Ask, shorter: bool) -> None:
     """No text has more tokens than bytes, template included; ids are counted."""
     assert surely_shorter(asked, 100, 10) is shorter
+
+
+@pytest.mark.parametrize("error", [OverflowError, RecursionError, UnicodeError])
+def test_a_vocabulary_that_no_encoder_takes_ends_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Words or ids that contradict each other are a fault of the configuration, never a traceback."""
+
+    def refuse(_vocabulary: object) -> None:
+        raise error
+
+    monkeypatch.setattr("splitproxy.app.Codec", refuse)
+    config = Config.model_validate({"tokenizer": {"source": str(tiny_model("dense"))}})
+    with pytest.raises(ConfigError, match="contradict each other"):
+        make_tokenizer(config)
