@@ -242,6 +242,7 @@ class DecodeView:
     wait_s: float = 0.0  # until a slot is free
     reading_s: float = 0.0  # that it has yet to read for others
     coming_s: tuple[float, ...] = ()  # in which time sessions are ready that are on their way to it
+    slows: float = 0.0  # the part of its reading time by which those take longer
     read_s: float | None = None  # to read what it lacks of the prompt; None: not known yet
     added_s: float = 0.0  # what comes on top of its work
 

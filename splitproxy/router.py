@@ -245,10 +245,12 @@ def _handover(writer: DecodeView, reader: PrefillView, stall_weight: float) -> _
 
 def _stall_s(writer: DecodeView) -> float:
     """How long others would stand still for a local reading, taken together: what the decode engine reads and writes
-    now, and the sessions that are ready before it has read."""
+    now, and the sessions on their way, which are read more slowly and have to wait when they are ready before it."""
     read_s = writer.read_s or 0.0
     done_s = writer.reading_s + read_s
-    return writer.streams * read_s + sum(min(max(done_s - ready_s, 0.0), read_s) for ready_s in writer.coming_s)
+    slower_s = sum(writer.slows * min(read_s, ready_s) for ready_s in writer.coming_s)
+    waiting_s = sum(min(max(done_s - ready_s, 0.0), read_s) for ready_s in writer.coming_s)
+    return writer.streams * read_s + slower_s + waiting_s
 
 
 def _reason(way: _Way, demand: Demand, own: Sequence[_Way], rules: Rules) -> Reason | None:

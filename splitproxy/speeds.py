@@ -259,6 +259,11 @@ class Speeds:
         else:
             known.reading.learn(_span(start, count), ms)
 
+    def slowed_part(self, engine: str) -> float:
+        """The part of another engine's reading time by which this one's takes longer meanwhile."""
+        factor = max(self.engine(engine).hindrance.value or 1.0, 1.0)
+        return 1 - 1 / factor
+
     def learn_readings(self, engine: str, readings: Sequence[Reading], ms: float) -> None:
         """Readings that overlapped took so long together. The model is a sum, so it can be taught one."""
         if sum(reading.count for reading in readings) >= LEAST_READ_TOKENS:

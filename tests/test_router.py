@@ -124,6 +124,8 @@ CASES = [
          decode=[writer(read_s=5)], prefill=[reader(read_s=1, queue_s=99)]),
     Case("auto, sessions on their way would have to wait", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
          decode=[writer(read_s=2, coming_s=(0.5, 1.0, 7.0))], prefill=[reader(read_s=4)]),
+    Case("auto, or would be read more slowly", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
+         decode=[writer(read_s=2, coming_s=(2.5, 3.0, 7.0), slows=0.5)], prefill=[reader(read_s=4)]),
     Case("auto, sessions that are ready later do not", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,
          decode=[writer(read_s=2, coming_s=(2.5, 3.0, 7.0))], prefill=[reader(read_s=4)]),
     Case("auto, the proxy's own part counts", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,

@@ -212,6 +212,7 @@ def test_engines_that_hinder_each_other() -> None:
     alone, hindered = speeds.read_s("e", 0, 900), speeds.read_s("e", 0, 900, hindered=True)
     assert alone is not None
     assert hindered == pytest.approx(1.6 * alone, rel=0.05)
+    assert speeds.slowed_part("e") == pytest.approx(0.6 / 1.6, rel=0.05)
     for length in LENGTHS * 5:  # engines on machines of their own: faster than alone is only noise
         speeds.learn_reading("e", 0, length, reading_ms(0, length, 0.9), hindered=True)
     assert speeds.read_s("e", 0, 900, hindered=True) == speeds.read_s("e", 0, 900)
