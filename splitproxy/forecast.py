@@ -209,7 +209,9 @@ class Forecast:
             wait_s=self.wait_s(view.engine, view.free_slots),
             reading_s=sum(job.reading_left_s(now) for job in jobs if job.at(now) is Phase.READING),
             coming_s=self._coming_s(view.engine, now),
-            slows=max((self.speeds.slowed_part(job.engine) for job in self._jobs if job.target == view.engine), default=0.0),
+            slows=max(
+                (self.speeds.slowed_part(job.engine) for job in self._jobs if job.target == view.engine), default=0.0
+            ),
             read_s=self._reading_s(view.engine, view.held_tokens, tokens, view.beside),
             added_s=self.speeds.added_s(RouteKind.LOCAL, tokens or 1),
         )
