@@ -12,6 +12,7 @@ from typing import Self
 from splitproxy.model import Role, Tokens
 
 NOTHING = Tokens()
+WORTHWHILE_TOKENS = 256  # every prompt shares some with every other, and that must not decide whose slot is lost
 LOOK_TOKENS = 256  # conversations that have parted do not agree in so many again
 
 
@@ -336,14 +337,14 @@ def _choose(slots: list[_Slot], tokens: Tokens) -> tuple[_Slot, int]:
     A prompt continues a slot when it keeps at least half of what the slot holds. Sharing no more than a system prompt
     is no reason to overwrite somebody's conversation while another slot is empty.
     """
-    best, held, most = slots[0], 0, (False, 0, False, -1, 0)
+    best, held, most = slots[0], 0, (False, -1, False, 0, 0)
     for slot in sorted(slots, key=lambda slot: len(slot.holding.tokens), reverse=True):
         # Once a slot is continued, only one that holds as much can be better.
         if most[0] and not slot.holding.may_hold(tokens, held):
             continue
         shared = slot.holding.prefix(tokens)
         continues = shared > 0 and 2 * shared >= len(slot.holding.tokens)
-        rank = (continues, shared if continues else 0, slot.cells == 0, shared, -slot.used)
+        rank = (continues, shared if continues else 0, slot.cells == 0, shared // WORTHWHILE_TOKENS, -slot.used)
         if rank > most:
             best, held, most = slot, shared, rank
     return best, held
