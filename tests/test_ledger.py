@@ -165,7 +165,7 @@ def test_a_lease_of_a_whole_engine_names_no_slot() -> None:
 )
 def test_the_slot_whose_use_costs_least(held: list[Tokens], prompt: Tokens, slot: int) -> None:
     """A prompt goes where it continues, else where nothing is, else where the loss is oldest."""
-    ledger = opened(slots=3)
+    ledger = opened(slots=3, context=4000)
     left_with(ledger, *held)
     expected = ledger.held("w", prompt)
     lease = claim(ledger, prompt)
