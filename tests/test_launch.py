@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 
 from splitproxy import launch as launch_module
+from splitproxy import processes
 from splitproxy.config import Config
 from splitproxy.errors import ConfigError, LaunchError
-from splitproxy.launch import Launcher, engine_program, heal_delay_s, local_engines
+from splitproxy.launch import Launcher, engine_program, local_engines
 from splitproxy.model import Role
+from splitproxy.processes import heal_delay_s
 from tests import models
 
 WAIT_S = 30.0
@@ -143,7 +145,7 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setenv("FAKE", str(tmp_path))
-    monkeypatch.setattr(launch_module, "_HEALTH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(processes, "_HEALTH_INTERVAL_S", 0.02)
     bench = Bench(tmp_path)
     yield bench
     assert bench.alive() == [], "an engine was left behind"
@@ -252,6 +254,18 @@ async def test_engine_that_never_answers(bench: Bench) -> None:
     assert bench.alive() == []
 
 
+async def test_long_start_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an engine loads, whoever waits hears so from time to time, with the seconds."""
+    monkeypatch.setattr(processes, "_TELL_INTERVAL_S", 0.05)
+    bench.turn(Role.DECODE, "silent")
+    told: list[str] = []
+    task = asyncio.create_task(bench.launcher().start(lambda role, text: told.append(f"{role} {text}")))
+    await until(lambda: len(told) >= 3)
+    task.cancel()
+    await asyncio.wait({task})
+    assert all(re.fullmatch(r"decode still loading after \d+ s", text) for text in told[1:])
+
+
 async def test_stranger_on_the_port(bench: Bench) -> None:
     """A program that already answers on an engine's port is not taken for the engine."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
@@ -281,7 +295,7 @@ async def test_dead_engine_is_started_again(
         await until(lambda: bench.words().count(f"{role} ready") == 2 and launcher.alive(role))
         assert bench.pid(role) != first
         assert bench.pid(other) == untouched
-    records = [record for record in caplog.records if record.name == "splitproxy.launch"]
+    records = [record for record in caplog.records if record.name == "splitproxy.processes"]
     assert [record.levelno for record in records if record.levelno >= logging.WARNING] == [level]
     assert "SIGKILL" in records[0].getMessage()
 
@@ -294,7 +308,7 @@ async def test_healing_keeps_its_distance(bench: Bench, monkeypatch: pytest.Monk
         waits.append(heal_delay_s(tried_at, now, interval_s))
         return 0.0
 
-    monkeypatch.setattr(launch_module, "heal_delay_s", no_wait)
+    monkeypatch.setattr(processes, "heal_delay_s", no_wait)
     launcher = bench.launcher(heal_interval_s=1000.0)
     async with launcher:
         bench.turn(Role.PREFILL, "broken")

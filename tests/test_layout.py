@@ -32,8 +32,8 @@ LEVELS: tuple[tuple[str, set[str]], ...] = (
     (
         "engines, the client, and what a request needs of them",
         {
-            *("client", "demo", "engines.embedded", "engines.llama_server", "growth", "load", "probe", "tokenize"),
-            *("trace", "vocab.files"),
+            *("client", "demo", "engines.embedded", "engines.llama_server", "growth", "load", "probe"),
+            *("processes", "tokenize", "trace", "vocab.files"),
         },
     ),
     ("all engines together", {"fleet", "launch", "payoff"}),
@@ -57,7 +57,7 @@ EXCEPTIONS = {("adapter", "asyncio")}  # `to_the_end` is part of what an engine'
 
 # Libraries that only these modules know.
 KNOWN_TO = {
-    "aiohttp": {"app", "engines.llama_server", "launch", "load"},
+    "aiohttp": {"app", "engines.llama_server", "load", "processes"},
     "matplotlib": {"charts"},
     "prometheus_client": {"metrics"},
     "pydantic": {"config"},
@@ -75,6 +75,7 @@ TESTED_IN = {
     "fleet": "test_faults.py",
     "growth": "test_many.py",
     "load": "test_bench.py",
+    "processes": "test_launch.py",
     "request": "test_exchange.py",
     "screen": "test_live_up.py",
     "service": "test_exchange.py",
