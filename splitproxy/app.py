@@ -92,6 +92,8 @@ def make_engine(table: config.Engine, store: SessionStore) -> Engine:
     match table.kind:
         case Kind.LLAMA_SERVER:
             return LlamaServer(table.name, table.url, key, store)
+        case Kind.STRATA:
+            raise ConfigError([f"engines: {table.name} has kind = 'strata', which this version cannot serve"])
 
 
 def make_tokenizer(settings: config.Config) -> Tokenizer:
@@ -336,7 +338,7 @@ def status(proxy: Proxy) -> dict[str, Any]:
                 "name": name,
                 "role": member.role,
                 "kind": tables[name].kind,
-                "url": tables[name].url,
+                "url": tables[name].place,
                 "state": member.state,
                 "fault": member.fault or None,
                 "identity": member.identity,

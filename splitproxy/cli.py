@@ -239,7 +239,7 @@ async def _check(options: argparse.Namespace) -> int:
         for source, target in itertools.product(sources, targets):
             async with _closing(make_engine(source, store)) as reader, _closing(make_engine(target, store)) as writer:
                 name = f"{source.name} -> {target.name}"
-                console.print(f"{name}  ({source.url} -> {target.url})", style="bold", highlight=False)
+                console.print(f"{name}  ({source.place} -> {target.place})", style="bold", highlight=False)
                 probe = Probe(reader, writer, 0, 0, deadlines(config.split), partial(screen.show_check, console))
                 report = await probe.run(config.split.probe_tokens)
                 screen.show_verdict(console, name, report)

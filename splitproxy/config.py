@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from splitproxy.errors import ConfigError
 from splitproxy.model import Kind, Policy, Role
 
 ENV_PREFIX = "SPLITPROXY_"
+_NO_URL = "no_url"
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 
@@ -96,14 +97,46 @@ class Tokenizer(Table):
     special_tokens: dict[str, Count] = {}
 
 
+class Process(Table):
+    """An engine that the proxy starts itself and speaks with over the engine's own standard input and output."""
+
+    exe: Text = Field(min_length=1)
+    args: tuple[Argument, ...] = ()
+    gpu: Count | None = None
+    log: Text = ""
+    cwd: Text = ""
+    lib_dirs: tuple[Text, ...] = ()
+    env: dict[str, Argument] = {}
+    backend: Literal["cuda", "hip"] = "cuda"
+
+
 class Engine(Table):
-    """One engine server."""
+    """One engine: a server at `url`, or a `process` of ours."""
 
     name: Name = ""
     role: Role
     kind: Kind = Kind.LLAMA_SERVER
-    url: Annotated[str, Field(strict=True), AfterValidator(_engine_url)]
+    url: Annotated[str, Field(strict=True), AfterValidator(_engine_url)] = Field(default="", validate_default=False)
     api_key_env: Text = ""
+    process: Process | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the engine is, for people: its address, or the program that is started."""
+        return self.url if self.process is None else self.process.exe
+
+    @model_validator(mode="after")
+    def _reachable(self) -> "Engine":
+        if self.process is None and not self.url:
+            raise PydanticCustomError(_NO_URL, "url is missing")
+        if self.process is not None and self.url:
+            raise ValueError("url and process exclude each other: a process of ours has no address")
+        if self.process is not None and (self.kind is not Kind.STRATA or self.role is not Role.PREFILL):
+            raise ValueError(
+                'process needs kind = "strata" and role = "prefill"; '
+                f"this engine has kind = {self.kind.value!r} and role = {self.role.value!r}"
+            )
+        return self
 
 
 class Launch(Table):
@@ -238,7 +271,7 @@ def _sound_part(
         except ValidationError as error:
             errors = error.errors(include_url=False)
         # What is missing later on has been taken out before.
-        sentences = [sentence(error) for error in errors if not doubtful or error["type"] != "missing"]
+        sentences = [sentence(error) for error in errors if not doubtful or error["type"] not in ("missing", _NO_URL)]
         faults += [text for text in sentences if text not in faults]
         doubtful |= {str(error["loc"][0]) for error in errors}
         _remove(tree, errors[-1])  # the last, so that the places of the others stay true
@@ -269,6 +302,8 @@ def _sentence(error: ErrorDetails, origin: Mapping[tuple[str, ...], str], defaul
         return f"{source}: unknown key {key}; {hint}known keys here: {', '.join(known)}"
     if error["type"] == "missing":
         return f"{source}: {key} is missing"
+    if error["type"] == _NO_URL:
+        return f"{source}: {key}.url is missing"
     message = error["msg"].removeprefix("Value error, ").replace("Input should", "should")
     secret = keys[:1] == ("api_keys",) or (keys[-1:] == ("url",) and "@" in str(error["input"]))
     if secret or isinstance(error["input"], dict | list):
@@ -281,6 +316,8 @@ def _model_at(place: Sequence[int | str]) -> type[BaseModel]:
     tables: dict[str, type[BaseModel]] = {
         "queue": Queue, "split": Split, "tokenizer": Tokenizer, "engines": Engine, "launch": Launch,
     }  # fmt: skip
+    if "process" in place[1:]:
+        return Process
     return tables.get(str(place[0]), Config) if place else Config
 
 
@@ -294,6 +331,8 @@ def _cross_faults(config: Config, env: Mapping[str, str], doubtful: set[str]) ->
         )
     if config.engines and not config.of_role(Role.DECODE) and "engines" not in doubtful:
         yield 'engines: none has role = "decode"; one must write the answers'
+    if not doubtful & {"engines", "tokenizer", "launch"}:
+        yield from _pair_faults(config)
     for key in ("name", "url"):
         values = [value for engine in config.engines if (value := getattr(engine, key))]
         for value in sorted({v for v in values if values.count(v) > 1}):
@@ -305,6 +344,21 @@ def _cross_faults(config: Config, env: Mapping[str, str], doubtful: set[str]) ->
             # Some write the key itself here, and it must not be shown.
             name = repr(engine.api_key_env) if _VARIABLE.fullmatch(engine.api_key_env) else "..."
             yield f"engines: api_key_env = {name}: there is no such environment variable"
+
+
+def _pair_faults(config: Config) -> Iterator[str]:
+    """Engines that cannot be pairs, whatever runs there."""
+    kinds = {engine.kind for engine in config.engines}
+    if len(kinds) > 1 and config.of_role(Role.PREFILL):
+        told = ", ".join(f"{engine.name or engine.role.value} = {engine.kind.value!r}" for engine in config.engines)
+        yield f"engines: kind differs ({told}); a session of one kind of engine cannot be restored by another"
+    source = config.tokenizer.source
+    made_by_engine = source == "engine" or (source == "auto" and config.launch is None)
+    if made_by_engine and any(engine.process is not None for engine in config.engines):
+        yield (
+            f"tokenizer.source = {source!r}: an engine with a process reads token ids, which are made here; "
+            "name the model's tokenizer.json"
+        )
 
 
 def _is_loopback(host: str) -> bool:

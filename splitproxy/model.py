@@ -15,6 +15,7 @@ class Role(StrEnum):
 
 class Kind(StrEnum):
     LLAMA_SERVER = "llama-server"
+    STRATA = "strata"
 
 
 class Policy(StrEnum):

@@ -65,13 +65,13 @@ def show_running(console: Console, proxy: Proxy, address: str) -> None:
 
 def _engines(proxy: Proxy) -> Table:
     table = _table("engine", "role", "address", "state", "slots", "context")
-    urls = {engine.name: engine.url for engine in proxy.config.engines}
+    places = {engine.name: engine.place for engine in proxy.config.engines}
     for name, member in proxy.fleet.members.items():
         ready = member.state is EngineState.READY
         state = Text("ready", "green") if ready else Text(member.fault or member.state.value, "red")
         identity = member.identity
         sizes = (str(identity.slots), f"{identity.context:,}") if ready and identity is not None else ("-", "-")
-        table.add_row(name, member.role.value, urls[name], state, *sizes)
+        table.add_row(name, member.role.value, places[name], state, *sizes)
     return table
 
 

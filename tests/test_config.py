@@ -16,6 +16,8 @@ from splitproxy.model import Policy, Role
 
 WRITER = '[[engines]]\nrole = "decode"\nurl = "http://127.0.0.1:8082"\n'
 READER = '[[engines]]\nrole = "prefill"\nurl = "http://127.0.0.1:8081"\n'
+STDIO = '[[engines]]\nkind = "strata"\nrole = "prefill"\n[engines.process]\nexe = "/opt/strata"\n'
+STRATA = '[[engines]]\nkind = "strata"\nrole = "decode"\nurl = "http://127.0.0.1:8095"\n'
 LAUNCH = '[launch]\nmodel = "m.gguf"\n'
 
 Write = Callable[[str], Path]
@@ -99,6 +101,26 @@ FAULTS = [
     ('[[engines]]\nrole = "decode"\nurl = "http://h:x"', "engines.0.url = 'http://h:x': must be the address"),
     ('[[engines]]\nrole = "decode"\nurl = "http://h/?a=1"', "engines.0.url = 'http://h/?a=1': must be the address"),
     (READER, 'engines: none has role = "decode"; one must write the answers'),
+    (
+        STDIO.replace("prefill", "decode"),
+        'engines.0: process needs kind = "strata" and role = "prefill"; this engine has kind = \'strata\' and',
+    ),
+    (
+        STDIO.replace("strata", "llama-server", 1),
+        'engines.0: process needs kind = "strata" and role = "prefill"; this engine has kind = \'llama-server\'',
+    ),
+    (STDIO.replace('[engines.', 'url = "http://h:1"\n[engines.'), "engines.0: url and process exclude each other"),
+    (STDIO + "exec = 1", "unknown key engines.0.process.exec; did you mean 'exe'? known keys here: args,"),
+    (STDIO + 'gpu = "x"', "engines.0.process.gpu = 'x': should be a valid integer"),
+    (STDIO + "gpu = true", "engines.0.process.gpu = True: a number is needed, not true or false"),
+    (STDIO + "gpu = -1", "engines.0.process.gpu = -1: should be greater than or equal to 0"),
+    (STDIO + 'backend = "metal"', "engines.0.process.backend = 'metal': should be 'cuda' or 'hip'"),
+    (STDIO + STRATA, "tokenizer.source = 'auto': an engine with a process reads token ids, which are made here"),
+    (STDIO + STRATA + '[tokenizer]\nsource = "engine"', "tokenizer.source = 'engine': an engine with a process"),
+    (
+        READER + STRATA,
+        "engines: kind differs (prefill = 'llama-server', decode = 'strata'); a session of one kind of engine cannot",
+    ),
     (WRITER + WRITER, "engines: url = 'http://127.0.0.1:8082' is given to more than one engine"),
     (
         f'{WRITER}name = "a"\n{READER}name = "a"',
@@ -359,6 +381,16 @@ def test_an_engines_address_keeps_its_path(write: Write, url: str, kept: str) ->
     assert load(write(f'[[engines]]\nrole = "decode"\nurl = "{url}"'), {}).engines[0].url == kept
 
 
+def test_an_engine_may_be_a_process_of_ours(write: Write) -> None:
+    """A Strata engine that reads for a server of its kind has no address; a number among its arguments is a word."""
+    text = STDIO + 'args = ["--max-context", 32768]\nenv = { N = 1 }\n' + STRATA + '[tokenizer]\nsource = "t.json"'
+    found = load(write(text), {})
+    reader, writer = found.engines
+    assert reader.process is not None
+    assert (reader.process.args, reader.process.env) == (("--max-context", "32768"), {"N": "1"})
+    assert (reader.url, reader.place, writer.place) == ("", "/opt/strata", "http://127.0.0.1:8095")
+
+
 def test_a_configuration_does_not_change(write: Write) -> None:
     """A configuration is read once and stays as it was read."""
     found = load(write(WRITER), {})
@@ -372,8 +404,8 @@ VALUES = st.one_of(
     st.booleans(),
     st.sampled_from([1.5, float("inf"), float("nan")]),
 )
-KEYS = sorted({name for table in (Config, config.Split, config.Queue, config.Engine, config.Launch) for name in
-               table.model_fields} | {"nope"})  # fmt: skip
+TABLES = (Config, config.Split, config.Queue, config.Engine, config.Process, config.Launch)
+KEYS = sorted({name for table in TABLES for name in table.model_fields} | {"nope"})
 TREES = st.recursive(
     VALUES,
     lambda inner: st.dictionaries(st.sampled_from(KEYS), inner, max_size=4) | st.lists(inner, max_size=3),
