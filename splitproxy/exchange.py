@@ -64,7 +64,7 @@ class Exchange(Service):
                         if client.committed or not set(self.ledger.ready(Role.DECODE)) - set(tried):
                             raise
                         log.warning("decode engine %s failed, another takes over: %s", tried[-1], error)
-                        self.fleet.suspect(tried[-1])
+                        self.fleet.health.suspect(tried[-1])
         except (RequestError, EngineError) as error:
             trace.outcome = Outcome.ERROR
             trace.status = await self.refuse(client, error, tried[-1] if tried else "", incoming.request_id)
@@ -100,7 +100,7 @@ class Exchange(Service):
                 await client.finish()
         finally:
             if lease is not None:
-                self.fleet.end(lease, quiet=trace.answered)
+                self.fleet.slots.end(lease, quiet=trace.answered)
 
     def _idleness(self, engine: str) -> int:
         return self.ledger.count(engine).free - self.admission.waiting_for(engine)
@@ -109,7 +109,7 @@ class Exchange(Service):
         """Tell the client that there is no answer; the status that it gets, or would have got."""
         if isinstance(error, EngineError):
             log.warning("request %s: decode engine %s failed: %s", request_id, engine, error)
-            self.fleet.suspect(engine)
+            self.fleet.health.suspect(engine)
             fault = Fault.DECODE_TIMEOUT if error.cause is Cause.TIMEOUT else Fault.DECODE_FAILED
             error = RequestError(fault, f"the decode engine failed: {error}")
         await client.fail(error)

@@ -111,22 +111,22 @@ class Request:
 
         taken = False
         try:
-            await fleet.make_room(lease)
+            await fleet.slots.make_room(lease)
             trace.step = Step.PREFILL.value
             job.begin(Phase.READING)
             taken = await handover.take(lease.number, progress)
             trace.prefill_hindered = job.hindered
         finally:
             read = Holding(self.prefix, occupied=len(self.prefix)) if taken else None
-            fleet.end(lease, quiet=taken or _has_answered(handover), holding=read)
+            fleet.slots.end(lease, quiet=taken or _has_answered(handover), holding=read)
         if handover.ticket is not None:
             fleet.forecast.recall.learn(handover.source.name, self.prefix, lease.held, handover.ticket.cached_tokens)
         if not taken:
             if handover.failure is not None and handover.failure.cause != Cause.REFUSED.value:
-                fleet.suspect(handover.source.name)  # a refusal may be about the prompt
+                fleet.health.suspect(handover.source.name)  # a refusal may be about the prompt
         elif handover.ticket is not None and _is_mistake(lease, handover.ticket.cached_tokens, len(self.prefix)):
             trace.mistaken = True
-            fleet.distrust(handover.source.name)
+            fleet.health.distrust(handover.source.name)
 
     def _teller(self) -> Callable[[int], None]:
         """Tells a client that asked for it how far the prefill engine is; the decode engine goes on from there."""
@@ -195,7 +195,7 @@ class Request:
                 if self.client.committed or not others:
                     raise
                 log.warning("decode engine %s failed, another takes over: %s", lease.engine, error)
-                self.service.fleet.suspect(lease.engine)
+                self.service.fleet.health.suspect(lease.engine)
                 if self.trace.handover is not None and self.trace.handover.stage is Stage.RESTORED:
                     self.trace.handover.fail(error)
 
@@ -224,7 +224,7 @@ class Request:
             self.ids = IdReader()
             calling = service.fleet.engine(lease.engine).call(call, service.settings.deadlines)
             async with self._pool_share(lease) as share, calling as answer:
-                lease = share.lease = await service.fleet.settle(lease)
+                lease = share.lease = await service.fleet.slots.settle(lease)
                 self._require_ready(answer)
                 await self._relay(answer, route, share, job)
             if self.tokens is None and self.ask.not_splittable is None and trace.figures is not None:
@@ -232,13 +232,13 @@ class Request:
                 self.tokens = await service.tokenize(self.ask, trace)
         finally:
             self._judge(lease)
-            service.fleet.end(lease, quiet=trace.answered, holding=self._holding())
+            service.fleet.slots.end(lease, quiet=trace.answered, holding=self._holding())
 
     @asynccontextmanager
     async def _pool_share(self, lease: Lease) -> AsyncIterator[Share]:
         """The answer's share of the pool while it runs; followed where nobody knows how large it will be."""
         fleet = self.service.fleet
-        share = Share(lease, self.prompt_tokens, self.service.ledger, fleet.watch(lease.engine), fleet.erase)
+        share = Share(lease, self.prompt_tokens, self.service.ledger, fleet.watch(lease.engine), fleet.slots.erase)
         follow = share.followed(limited=self.ask.max_tokens is not None)
         try:
             async with nullcontext() if self.bounded or lease.slot is None else follow:
@@ -302,15 +302,15 @@ class Request:
         fleet, handover = self.service.fleet, self.trace.handover
         usable = False
         try:
-            await fleet.make_room(lease)
+            await fleet.slots.make_room(lease)
             if handover is not None and handover.stage is Stage.TICKETED:
                 usable = await self._redeem(handover, lease)
             else:
                 usable = True
         finally:
             if not usable:
-                fleet.end(lease, quiet=False)
-                fleet.suspect(lease.engine)
+                fleet.slots.end(lease, quiet=False)
+                fleet.health.suspect(lease.engine)
         return usable
 
     async def _redeem(self, handover: Handover, lease: Lease) -> bool:
@@ -358,7 +358,7 @@ class Request:
         handover, figures = self.trace.handover, self.trace.figures
         if figures is not None and handover is None and _is_mistake(lease, figures.cached_tokens, len(self.known) - 1):
             self.trace.mistaken = True
-            self.service.fleet.distrust(lease.engine)
+            self.service.fleet.health.distrust(lease.engine)
         if figures is None or handover is None or handover.stage is not Stage.ANSWERING or handover.ticket is None:
             return
         fleet, source = self.service.fleet, handover.source.name
@@ -368,7 +368,7 @@ class Request:
             seen = Circumstances(len(handover.prompt), figures, proven_tokens, others)
             self.trace.in_vain = likely_cause(seen)
         bytes_per_token = handover.ticket.session_bytes / handover.ticket.tokens
-        fleet.judge(source, lease.engine, len(handover.prompt), self.trace.in_vain, bytes_per_token)
+        fleet.pairs.judge(source, lease.engine, len(handover.prompt), self.trace.in_vain, bytes_per_token)
 
     def _holding(self) -> Holding | None:
         """What the slot is left with, as far as it is certain."""

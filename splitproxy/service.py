@@ -92,7 +92,7 @@ class Service:
                 if error.cause is Cause.REFUSED:
                     return None  # a refusal is about this request: the engine will tell the client itself
                 log.warning("cannot tokenize with %s: %s", name, error)
-                self.fleet.suspect(name)
+                self.fleet.health.suspect(name)
         return None
 
     def decode_engines(self) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from splitproxy import fleet
+from splitproxy import fleet, health, pairs, slots
 from splitproxy.app import Proxy, assembled, listening
 from splitproxy.config import Config
 from splitproxy.model import EngineState, PairState, RequestRecord
@@ -26,7 +26,11 @@ WAIT_S = 10.0
 TEST_S = 60.0  # a test that hangs fails, and says where
 FLOOR = 400  # min_prompt_tokens of these tests; a fake engine's token is a byte
 SPLIT: Json = {"min_prompt_tokens": FLOOR, "probe_tokens": 64}
-QUICK = {"HEALTH_INTERVAL_S": 0.05, "SWEEP_INTERVAL_S": 0.05, "QUIET_LOOKS_S": (0.05, 1.25, 1.5)}
+QUICK = {
+    (health, "HEALTH_INTERVAL_S"): 0.05,
+    (fleet, "SWEEP_INTERVAL_S"): 0.05,
+    (slots, "QUIET_LOOKS_S"): (0.05, 1.25, 1.5),
+}
 ANSWER_TOKENS = 12
 
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
@@ -221,7 +225,7 @@ class Running:
             "waiting": proxy.admission.waiting,
             "session bytes": proxy.ledger.session_bytes,
             "session files": self.files(),
-            "fleet tasks": len(proxy.fleet._tasks) - watchers,
+            "fleet tasks": len(proxy.fleet.tasks) - watchers,
             "busy slots": [engine.busy() for engine in self.engines if engine.busy() and not engine.dead],
             "violations": [engine.violations for engine in self.engines if engine.violations],
         }
@@ -280,8 +284,8 @@ async def proxy(
     urls = {name: engine.url for name, engine in more.items()}
     config = configured(prefill.url if prefill else None, decode.url, decode.slot_dir, changes, urls)
     with pytest.MonkeyPatch.context() as patch, SessionStore(decode.slot_dir) as store:
-        for name, value in {**QUICK, "PROBE_RETRY_S": retry_s}.items():
-            patch.setattr(fleet, name, value)
+        for (module, name), value in {**QUICK, (pairs, "PROBE_RETRY_S"): retry_s}.items():
+            patch.setattr(module, name, value)
         # Every request comes on a connection of its own: one that is cut must not cost the next.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         async with (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from splitproxy import fleet
+from splitproxy import slots
 from splitproxy.engines import llama_server
 from splitproxy.model import EngineState, PairState
 from tests.fake_engine import FakeEngine
@@ -394,7 +394,7 @@ async def test_a_prefill_engine_that_does_not_stop_is_not_waited_for(
     fake: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slot that is at work long after its request was cut off makes the engine one that is away."""
-    monkeypatch.setattr(fleet, "STUCK_S", 0.1)
+    monkeypatch.setattr(slots, "STUCK_S", 0.1)
     reader, writer = await fake(), await fake()
     async with proxy(reader, writer, split=DEADLINES) as p:
         await p.proven()
@@ -491,6 +491,17 @@ async def test_a_folder_that_is_not_shared_is_noticed(fake: Start, tmp_path: Pat
         reply = await p.ask(NATIVE, body(NATIVE, LONG))
         assert (reply.status, reply.way) == (200, ("local", "pair_unproven"))
         assert "--slot-save-path" in p.pair()[1]
+
+
+async def test_a_self_test_of_an_engine_that_was_is_no_proof(fake: Start) -> None:
+    """An engine that was given up and welcomed while its pair was tested has to be tested again."""
+    reader, writer = await fake(), await fake()
+    writer.knobs.restore.delay_s = 0.3
+    async with proxy(reader, writer, judged=False, retry_s=3600) as p:
+        await p.at_work(writer, "restore")
+        p.proxy.fleet.members["writer"].epoch += 1
+        await until(lambda: not p.open_books())
+        assert p.pair()[0] is PairState.UNPROVEN
 
 
 def test_replies_are_judged_by_their_text() -> None:

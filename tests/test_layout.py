@@ -1,6 +1,7 @@
 """The shape of the project: which module may import which, who may act, and that nothing goes without its tests."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,43 +11,19 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "splitproxy"
 TESTS = ROOT / "tests"
 
-# Imports point down only, and modules of one level do not import each other.
-LEVELS: tuple[tuple[str, set[str]], ...] = (
-    ("records, enums, errors", {"errors", "model"}),
-    (
-        "pure: one matter each",
-        {
-            *("access", "adapter", "answer_ids", "config", "figures", "ledger", "measures", "mixes"),
-            *("recall", "router", "speeds", "sse", "translate"),
-            *("verdict", "vocab.names", "vocab.patterns", "vocab.ranking", "vocab.special", "vocab.trials"),
-        },
-    ),
-    ("pure: built on those", {"flags", "forecast", "vocab.vocabulary", "wire"}),
-    (
-        "one step or one kind of file each",
-        {
-            *("admission", "engines.slotfile", "handover", "sessions", "watch"),
-            *("vocab.codec", "vocab.gguf_file", "vocab.hf_file", "vocab.rank_file"),
-        },
-    ),
-    (
-        "engines, the client, and what a request needs of them",
-        {
-            *("client", "demo", "engines.embedded", "engines.llama_server", "growth", "load", "probe"),
-            *("processes", "tokenize", "trace", "vocab.files"),
-        },
-    ),
-    ("all engines together", {"fleet", "launch", "payoff"}),
-    ("what requests share, and what is counted of them", {"service", "metrics"}),
-    ("one request", {"request"}),
-    ("all requests", {"exchange"}),
-    ("the HTTP server", {"app"}),
-    ("the terminal, and loads of whole servers", {"bench", "charts", "screen"}),
-    ("the command line", {"cli"}),
-    ("its entry", {"__main__"}),
-)
+
+def levels() -> list[list[str]]:
+    """The table of docs/architecture.md: the modules of each level, the lowest level first."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| [^|]+ \| (`[^|]+`) \|$", text.partition("\n## Levels\n")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    return [re.findall(r"`([^`]+)`", row) for row in rows]
+
+
+LEVELS = levels()
 PURE_LEVELS = 3
-LEVEL = {module: number for number, (_, modules) in enumerate(LEVELS) for module in modules}
+LEVEL = {module: number for number, modules in enumerate(LEVELS) for module in modules}
 
 # What waits, talks or writes. The exceptions say why they are none.
 ACTING = {
@@ -74,11 +51,15 @@ TESTED_IN = {
     "cli": "test_live_up.py",
     "fleet": "test_faults.py",
     "growth": "test_many.py",
+    "health": "test_faults.py",
     "load": "test_bench.py",
     "processes": "test_launch.py",
+    "member": "test_faults.py",
+    "pairs": "test_faults.py",
     "request": "test_exchange.py",
     "screen": "test_live_up.py",
     "service": "test_exchange.py",
+    "slots": "test_cancel.py",
     "vocab.gguf_file": "test_vocab_codec.py",
     "vocab.hf_file": "test_vocab_files.py",
     "vocab.names": "test_vocab_files.py",
@@ -125,7 +106,7 @@ def own(module: str) -> set[str]:
 
 def test_every_module_has_a_level() -> None:
     """The table holds each module once, and none that is not there."""
-    listed = [module for _, modules in LEVELS for module in modules]
+    listed = [module for modules in LEVELS for module in modules]
     assert sorted(listed) == sorted(FILES)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from splitproxy import fleet
+from splitproxy import health
 from splitproxy.config import Config
 from splitproxy.launch import Launcher
 from splitproxy.model import Outcome, PairState, Role
@@ -98,7 +98,7 @@ async def test_decode_engine_replaced_unseen(
     live_engine: Start, session_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode engine that lost everything behind the proxy's back still gives the right answer."""
-    monkeypatch.setattr(fleet, "HEALTH_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(health, "HEALTH_INTERVAL_S", 3600.0)
     model, common = models.tiny_model("dense"), ("-c", "8192", "--slot-save-path", str(session_dir))
     reader = live_engine(model, *common, *READER_FLAGS)
     writer = live_engine(model, *common, *WRITER_FLAGS)

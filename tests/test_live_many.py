@@ -20,7 +20,7 @@ import aiohttp
 import orjson
 import pytest
 
-from splitproxy import fleet
+from splitproxy import health
 from splitproxy.config import Config
 from splitproxy.model import PairState
 from tests import live, models
@@ -243,7 +243,7 @@ async def nothing_is_left(front: Front, engines: Engines, names: tuple[str, ...]
     """Ledger, folder, tasks and the engines' own slots are at zero."""
     proxy = front.proxy
     watchers = 1 + 2 * len(proxy.fleet.members) + len(proxy.fleet.pairs)
-    await until(lambda: proxy.ledger.busy() == 0 and len(proxy.fleet._tasks) == watchers)
+    await until(lambda: proxy.ledger.busy() == 0 and len(proxy.fleet.tasks) == watchers)
     assert (proxy.admission.waiting, proxy.ledger.session_bytes, sessions(engines.folder)) == (0, 0, [])
     for name in names:
         async with Caller(engines.url(name)) as engine:
@@ -270,7 +270,7 @@ async def test_eight_conversations_on_four_slots(engines: Engines) -> None:
 async def test_engines_die_under_eight_conversations(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prefill and two decode engines, one of each role killed in the middle and started again: who was cut off
     knows it, all other answers are right, and both engines are used again."""
-    monkeypatch.setattr(fleet, "HEALTH_INTERVAL_S", 0.2)
+    monkeypatch.setattr(health, "HEALTH_INTERVAL_S", 0.2)
     names = ("reader", "reader-2", "writer", "writer-2")
     found, tally = await talks(engines), Tally()
     async with in_front(engines, *names) as front:

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from splitproxy import fleet, growth, watch
+from splitproxy import growth, health, watch
 from splitproxy.model import EngineState, PairState, Tokens
 from tests import fake_engine, harness
 from tests.fake_engine import FakeEngine
@@ -506,7 +506,7 @@ async def test_an_engine_that_lost_what_it_held_is_believed_no_longer(fake: Star
 
 async def test_an_engine_that_came_back_as_another_is_recognised(fake: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode engine that was restarted with another model between two looks is tested again, and gets no sessions."""
-    monkeypatch.setattr(fleet, "IDENTIFY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(health, "IDENTIFY_INTERVAL_S", 0.0)
     reader, writer = await fake(), await fake(slots=2)
     async with proxy(reader, writer) as p:
         messages = [{"role": "user", "content": words(3 * FLOOR)}]

@@ -1,0 +1,32 @@
+"""One engine of the fleet, and what is known of it."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from splitproxy.adapter import Engine
+from splitproxy.model import EngineState, Identity, Role
+from splitproxy.watch import SlotWatch
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine and what is known of it."""
+
+    engine: Engine
+    role: Role
+    state: EngineState = EngineState.DOWN
+    identity: Identity | None = None
+    fault: str = "not seen yet"
+    template_bytes: int = 0  # what the chat template adds to one message
+    backlog_tokens: int = 0  # of prompts that a prefill engine is reading or has yet to read
+    looks: int = 0
+    failures: int = 0  # in a row
+    stuck: int = 0  # slots that are still at work long after their requests were cut off
+    doubted: bool = False  # something went wrong since it was identified: it may be another one by now
+    identified: float = 0.0  # when, on the loop's clock
+    epoch: int = 0  # counts how often it was welcomed: what was learned in an older one may be wrong
+    nudge: asyncio.Event = field(default_factory=asyncio.Event)
+    watch: SlotWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = SlotWatch(self.engine)

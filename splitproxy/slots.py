@@ -1,0 +1,92 @@
+"""Slots under a lease: room made before use, slots that engines chose by themselves, and slots that are not quiet yet.
+
+The lease of a slot whose request was cut off is kept until the engine has really stopped working there.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from splitproxy.adapter import Deadlines
+from splitproxy.admission import Admission
+from splitproxy.errors import EngineError
+from splitproxy.ledger import Holding, Lease, Ledger
+from splitproxy.member import Member
+from splitproxy.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+QUIET_LOOKS_S = (0.25, 1.25, 1.5)  # when a slot whose request was cut off is looked at
+STUCK_S = 10.0  # more than an engine needs to finish a batch and to notice that its client has left
+
+
+class Slots:
+    """What is done to slots beside reading and writing."""
+
+    def __init__(
+        self, members: Mapping[str, Member], ledger: Ledger, admission: Admission, deadlines: Deadlines, tasks: Tasks
+    ) -> None:
+        self._members = members
+        self._ledger = ledger
+        self._admission = admission
+        self._deadlines = deadlines
+        self._tasks = tasks
+
+    async def make_room(self, lease: Lease) -> None:
+        """Erase the idle slots that a lease needs out of its way."""
+        await self.erase(lease, lease.erase)
+
+    async def erase(self, lease: Lease, slots: Iterable[int]) -> None:
+        """Erase the idle slots that a lease has claimed for this. A failure shows in what follows."""
+        emptied: list[int] = []
+        try:
+            for slot in slots:
+                with suppress(EngineError):
+                    await self._members[lease.engine].engine.erase(slot, self._deadlines)
+                    emptied.append(slot)
+        finally:
+            if slots:
+                self._admission.erased(lease, emptied)
+
+    async def settle(self, lease: Lease) -> Lease:
+        """Learn which slot an engine chose by itself for a request that it has begun.
+
+        Where it does not tell, the request keeps the engine to itself.
+        """
+        if not self._ledger.is_unsettled(lease):
+            return lease
+        with suppress(EngineError):
+            if (chosen := await self._members[lease.engine].engine.newest_task()) is not None:
+                return self._admission.settle(lease, chosen)
+        return lease
+
+    def end(self, lease: Lease, *, quiet: bool, holding: Holding | None = None) -> None:
+        """Release a lease: at once when its slot is `quiet`, else as soon as the engine has stopped working on it."""
+        if quiet:
+            self._admission.release(lease, holding)
+        else:
+            self._tasks.start(self._release_when_quiet(lease, holding))
+
+    async def _release_when_quiet(self, lease: Lease, holding: Holding | None) -> None:
+        member = self._members[lease.engine]
+        looks = itertools.chain(QUIET_LOOKS_S, itertools.repeat(QUIET_LOOKS_S[-1]))
+        stuck, loop = 0, asyncio.get_running_loop()
+        late = loop.time() + STUCK_S
+        try:
+            for wait_s in looks:
+                await asyncio.sleep(wait_s)
+                if not self._ledger.is_current(lease):
+                    return
+                with suppress(EngineError):
+                    seen = await member.watch.look()
+                    if not any(state.busy for slot, state in seen.items() if lease.slot in (None, slot)):
+                        return
+                if not stuck and loop.time() > late:
+                    stuck = 1
+                    member.stuck += stuck
+                    log.warning("engine %s goes on long after a request was cut off; nothing moves there", lease.engine)
+        finally:
+            member.stuck -= stuck
+            self._admission.release(lease, holding)
