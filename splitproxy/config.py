@@ -203,7 +203,7 @@ def load(path: Path | None, env: Mapping[str, str], flags: Sequence[str] = ()) -
     if path is not None:
         tree = _read_file(path)
     for source, keys, text in (*_from_env(env), *_from_flags(flags, faults)):
-        value = [key.strip() for key in text.split(",")] if keys == ("api_keys",) else _literal(text)
+        value = [key.strip() for key in text.split(",")] if keys == ("api_keys",) else _literal(keys, text)
         if _put(tree, keys, value):
             origin[keys] = source
         else:
@@ -240,8 +240,11 @@ def _from_flags(flags: Sequence[str], faults: list[str]) -> Iterator[tuple[str, 
             faults.append(f"command line: {flag!r} is not KEY=VALUE, for example split.policy=never")
 
 
-def _literal(text: str) -> Any:
-    """A value as TOML would read it; what is no TOML value is a plain string."""
+def _literal(keys: tuple[str, ...], text: str) -> Any:
+    """A value as TOML would read it; what is no TOML value is a plain string, and so is `7` where a text belongs."""
+    known = _model_at(keys[:-1]).model_fields.get(keys[-1])
+    if known is not None and known.annotation is str and text[:1] not in ("'", '"'):
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -64,7 +64,7 @@ def demo_model(
     """
     folder = folder or _cache_folder()
     model = folder / wheel.file_name
-    if model.is_file() and model.stat().st_size == wheel.model_bytes:
+    if model.is_file() and _sha256(model) == wheel.model_sha256:
         return model
     try:
         folder.mkdir(parents=True, exist_ok=True)

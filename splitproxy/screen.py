@@ -52,7 +52,8 @@ def show_running(console: Console, proxy: Proxy, address: str) -> None:
     """The engines, what was proven, and how to try it."""
     console.print(_engines(proxy))
     console.print(_pairs(proxy))
-    console.print(f"\nOpenAI base URL: [bold]{address}/v1[/]   status: {address}/splitproxy/status")
+    links = f"\nOpenAI base URL: [bold]{address}/v1[/]   status: {address}/splitproxy/status"
+    console.print(links, soft_wrap=True)
     console.print("Try a prompt that is long enough to be handed over; its log line appears below:", highlight=False)
     key = ' -H "Authorization: Bearer $KEY"' if proxy.config.api_keys else ""
     sentence = "The quick brown fox jumps over the lazy dog, number $(seq -s ' ' 1 {0}). What came before the dog?"
@@ -76,7 +77,7 @@ def _engines(proxy: Proxy) -> Table:
 
 
 def _pairs(proxy: Proxy) -> Table:
-    table = _table("handover", "state", "reused", "session", "save", "restore", "reading, tokens/s")
+    table = _table("handover", "state", "reused", "session", "save", "restore", "tokens/s read by prefill, decode")
     for (source, target), pair in proxy.fleet.pairs.items():
         proven = pair.state is PairState.PROVEN
         state = Text("proven", "green") if proven else Text(pair.fault or pair.state.value, "red")

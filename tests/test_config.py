@@ -325,6 +325,14 @@ def test_a_table_can_come_from_outside() -> None:
     assert found.launch.args == ("-v", "1", "2.5")
 
 
+@pytest.mark.parametrize(("text", "value"), [("7", "7"), ("true", "true"), ("'7'", "7"), ("1e3", "1e3")])
+def test_a_text_that_looks_like_a_number_stays_one(text: str, value: str) -> None:
+    """Where a text belongs, nothing is taken for a number."""
+    found = load(None, {"SPLITPROXY_LAUNCH__MODEL": text}, [])
+    assert found.launch is not None
+    assert found.launch.model == value
+
+
 def test_an_engines_key_is_looked_up_in_the_given_environment(write: Write) -> None:
     """The variable must be in the environment that the configuration is read with."""
     text = f'{WRITER}api_key_env = "ENGINE_KEY"'

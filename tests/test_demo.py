@@ -109,7 +109,7 @@ def test_nothing_else_is_left(index: Index, cache: Path) -> None:
 
 
 def test_cut_file_is_replaced(index: Index, cache: Path) -> None:
-    """A cached file of the wrong size is fetched again."""
+    """A cached file that is not the model, byte for byte, is fetched again."""
     cache.mkdir(parents=True)
     (cache / "model.gguf").write_bytes(MODEL[:-1])
     assert fetch(index, cache).read_bytes() == MODEL
@@ -152,7 +152,7 @@ def test_cache_that_cannot_be_written(index: Index, tmp_path: Path) -> None:
 
 def test_default_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The cache is the user's: XDG_CACHE_HOME, else ~/.cache."""
-    small = replace(SMOLLM2, model_bytes=0)
+    small = replace(SMOLLM2, model_sha256=hashlib.sha256(b"").hexdigest())
     for name, folder in (("XDG_CACHE_HOME", tmp_path / "xdg"), ("HOME", tmp_path / "home" / ".cache")):
         model = folder / "splitproxy" / "SmolLM2-135M-Instruct.Q4_1.gguf"
         model.parent.mkdir(parents=True)

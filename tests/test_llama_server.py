@@ -536,6 +536,13 @@ async def test_a_clients_request_that_fails(engine: LlamaServer, wire: Wire, fau
     assert blame(await failure(ask())) == (Step.DECODE, cause, None)
 
 
+@pytest.mark.parametrize("slots", [[1], [{"id": 0, "n_prompt_tokens": "many"}], [{"n_prompt_tokens": None}]])
+async def test_slots_of_another_shape(engine: LlamaServer, wire: Wire, slots: list[Any]) -> None:
+    """JSON that is not what was expected is the engine's fault, and no exception of ours."""
+    wire.on("GET", "/slots", slots)
+    assert blame(await failure(engine.slots())) == (Step.CONTROL, Cause.CORRUPT, None)
+
+
 async def test_abort_ends_every_call_and_no_later_one(engine: LlamaServer, wire: Wire) -> None:
     """When an engine is given up, whoever waits for it is told at once; the next call is a new one."""
     waiting = 0

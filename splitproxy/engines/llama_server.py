@@ -149,7 +149,9 @@ class LlamaServer:
                 await _require_ok(Step.PREFILL, response)
                 async for chunk in response.content.iter_any():
                     for data in events.feed(chunk):
-                        if (figures := _prefill_event(data, prompt, progress)) is not None:
+                        with _well_formed(Step.PREFILL, "/completion"):
+                            figures = _prefill_event(data, prompt, progress)
+                        if figures is not None:
                             return figures
         raise EngineError(Step.PREFILL, Cause.DIED, "the engine ended the stream before the prompt was read")
 
@@ -187,17 +189,21 @@ class LlamaServer:
         await to_the_end(self._slot_action(Step.CONTROL, slot, "erase", None, deadlines))
 
     async def slots(self) -> dict[int, SlotState]:
-        # A slot that has not run a request yet does not tell how many tokens it holds.
-        return {
-            entry.get("id", place): SlotState(bool(entry.get("is_processing")), int(entry.get("n_prompt_tokens", 0)))
-            for place, entry in enumerate(await self._slots())
-        }
+        entries = await self._slots()
+        with _well_formed(Step.CONTROL, "/slots"):
+            # A slot that has not run a request yet does not tell how many tokens it holds.
+            return {
+                entry.get("id", place): SlotState(
+                    bool(entry.get("is_processing")), int(entry.get("n_prompt_tokens", 0))
+                )
+                for place, entry in enumerate(entries)
+            }
 
     async def newest_task(self) -> int | None:
-        numbered = [
-            (entry["id_task"], entry["id"]) for entry in await self._slots() if type(entry.get("id_task")) is int
-        ]
-        return max(numbered)[1] if numbered else None
+        entries = await self._slots()
+        with _well_formed(Step.CONTROL, "/slots"):
+            numbered = [(entry["id_task"], entry["id"]) for entry in entries if type(entry.get("id_task")) is int]
+            return max(numbered)[1] if numbered else None
 
     async def _slots(self) -> list[dict[str, Any]]:
         slots: list[dict[str, Any]] = await self._json(Step.CONTROL, "GET", "/slots", shape=list)
@@ -228,9 +234,10 @@ class LlamaServer:
         answer = await self._json(
             Step.DECODE, "POST", "/completion", orjson.dumps(body), timeout_s=deadlines.decode_silence_s, private=True
         )
-        tops = (answer.get("completion_probabilities") or [{}])[0].get("top_logprobs") or []
-        logprobs = {top["id"]: float(top["logprob"]) for top in tops if top.get("logprob") is not None}
-        return Sample(str(answer.get("content", "")), logprobs, _figures(answer.get("timings") or {}))
+        with _well_formed(Step.DECODE, "/completion"):
+            tops = (answer.get("completion_probabilities") or [{}])[0].get("top_logprobs") or []
+            logprobs = {top["id"]: float(top["logprob"]) for top in tops if top.get("logprob") is not None}
+            return Sample(str(answer.get("content", "")), logprobs, _figures(answer.get("timings") or {}))
 
     @asynccontextmanager
     async def call(self, call: Call, deadlines: Deadlines) -> AsyncGenerator[Answer]:
@@ -363,6 +370,15 @@ def _translated(step: Step) -> Iterator[None]:
         raise EngineError(step, Cause.DIED, f"the connection to the engine failed: {reason}") from None
 
 
+@contextmanager
+def _well_formed(step: Step, source: str) -> Iterator[None]:
+    """Turn what fails on JSON of another shape than expected into an engine's error."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise EngineError(step, Cause.CORRUPT, f"{source} answered in an unknown shape") from None
+
+
 async def _require_ok(step: Step, response: aiohttp.ClientResponse, *, private: bool = False) -> None:
     if response.status == 200:
         return
@@ -411,7 +427,8 @@ def _figures(timings: dict[str, Any]) -> Figures:
 
 
 def _timing(answer: dict[str, Any], name: str) -> float:
-    return float((answer.get("timings") or {}).get(name, 0.0))
+    with _well_formed(Step.CONTROL, "a slot action"):
+        return float((answer.get("timings") or {}).get(name, 0.0))
 
 
 def _digest(data: bytes) -> str:
