@@ -3,31 +3,35 @@
 `load` is the only function here that reads anything. Precedence: flag > environment > file > default.
 """
 
-import difflib
 import ipaddress
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from splitproxy.checked import (
+    Argument,
+    Count,
+    Flag,
+    Name,
+    Positive,
+    Seconds,
+    Table,
+    Text,
+    fault_sentence,
+    lacks,
+    refuse_bool,
+    sound_part,
+)
 from splitproxy.errors import ConfigError
 from splitproxy.model import Kind, Policy, Role
 
 ENV_PREFIX = "SPLITPROXY_"
-_NO_URL = "no_url"
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
-
-
-def _refuse_bool(value: object) -> object:
-    # For pydantic True is the number 1; in a configuration it is a mistake.
-    if isinstance(value, bool):
-        raise ValueError("a number is needed, not true or false")
-    return value
 
 
 def _listen_address(value: str) -> str:
@@ -50,21 +54,6 @@ def _engine_url(value: str) -> str:
     return value.rstrip("/")
 
 
-Text = Annotated[str, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
-Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
-Seconds = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
-Name = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
-Argument = Annotated[str, BeforeValidator(lambda v: str(v) if type(v) in (int, float) else v), Field(strict=True)]
-
-
-class Table(BaseModel):
-    """A table of the configuration file: frozen, and without room for keys that do nothing."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-
 class Queue(Table):
     """How many requests may wait for a slot, and for how long."""
 
@@ -78,12 +67,12 @@ class Split(Table):
     policy: Policy = Policy.THRESHOLD
     min_prompt_tokens: Count = 2048
     force_handover_tokens: Count = 0
-    stall_weight: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)] = 1.0
+    stall_weight: Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, allow_inf_nan=False)] = 1.0
     on_prefill_failure: Literal["local", "reject"] = "local"
     dir: Text = ""
     max_session_mib: Count = 0
     reserve_tokens: Positive = 1024
-    probe_tokens: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=64)] = 512
+    probe_tokens: Annotated[int, BeforeValidator(refuse_bool), Field(ge=64)] = 512
     prefill_silence_s: Seconds = 60
     transfer_timeout_s: Seconds = 120
     decode_silence_s: Seconds = 900
@@ -94,7 +83,7 @@ class Tokenizer(Table):
 
     source: Annotated[str, Field(strict=True, min_length=1)] = "auto"
     pattern: Text = ""
-    special_tokens: dict[str, Count] = {}
+    special_tokens: dict[str, Count] = {}  # noqa: RUF012 - pydantic gives each table a copy
 
 
 class Process(Table):
@@ -106,7 +95,7 @@ class Process(Table):
     log: Text = ""
     cwd: Text = ""
     lib_dirs: tuple[Text, ...] = ()
-    env: dict[str, Argument] = {}
+    env: dict[str, Argument] = {}  # noqa: RUF012 - as above
     backend: Literal["cuda", "hip"] = "cuda"
 
 
@@ -128,7 +117,7 @@ class Engine(Table):
     @model_validator(mode="after")
     def _reachable(self) -> "Engine":
         if self.process is None and not self.url:
-            raise PydanticCustomError(_NO_URL, "url is missing")
+            raise lacks("url")
         if self.process is not None and self.url:
             raise ValueError("url and process exclude each other: a process of ours has no address")
         if self.process is not None and (self.kind is not Kind.STRATA or self.role is not Role.PREFILL):
@@ -170,7 +159,7 @@ class Config(Table):
     insecure: Flag = False
     api_keys: tuple[Annotated[str, Field(strict=True, min_length=1)], ...] = ()
     keep_alive_s: Seconds = 5
-    drain_s: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)] = 30
+    drain_s: Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, allow_inf_nan=False)] = 30
     max_body_mib: Positive = 64
     queue: Queue = Queue()
     split: Split = Split()
@@ -209,7 +198,9 @@ def load(path: Path | None, env: Mapping[str, str], flags: Sequence[str] = ()) -
         else:
             faults.append(f"{source}: {'.'.join(keys)} cannot be set: {keys[0]!r} is not a table")
     default = str(path) if path is not None else "configuration"
-    config, doubtful = _sound_part(tree, faults, lambda error: _sentence(error, origin, default))
+    config, doubtful = sound_part(
+        Config, tree, faults, lambda error: fault_sentence(Config, error, default, origin, ("api_keys",))
+    )
     faults += [f"{default}: {fault}" for fault in _cross_faults(config, env, doubtful)]
     if faults:
         raise ConfigError(faults)
@@ -258,70 +249,6 @@ def _put(tree: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
             return False
     tree[keys[-1]] = value
     return True
-
-
-def _sound_part(
-    tree: dict[str, Any], faults: list[str], sentence: Callable[[ErrorDetails], str]
-) -> tuple[Config, set[str]]:
-    """Note every fault and take it out of `tree`, so that what is left can be checked further.
-
-    Returns what is left, and the keys at the top that lost something.
-    """
-    doubtful: set[str] = set()
-    while True:
-        try:
-            return Config.model_validate(tree), doubtful
-        except ValidationError as error:
-            errors = error.errors(include_url=False)
-        # What is missing later on has been taken out before.
-        sentences = [sentence(error) for error in errors if not doubtful or error["type"] not in ("missing", _NO_URL)]
-        faults += [text for text in sentences if text not in faults]
-        doubtful |= {str(error["loc"][0]) for error in errors}
-        _remove(tree, errors[-1])  # the last, so that the places of the others stay true
-
-
-def _remove(tree: Any, error: ErrorDetails) -> None:
-    """Take a faulty value out; a table that lacks a value goes as a whole."""
-    place = _place(error)
-    *above, last = place[:-1] if error["type"] == "missing" else place
-    for part in above:
-        tree = tree[part]
-    del tree[last]
-
-
-def _place(error: ErrorDetails) -> tuple[int | str, ...]:
-    return tuple(part for part in error["loc"] if part != "function-before[_refuse_bool(), int]")
-
-
-def _sentence(error: ErrorDetails, origin: Mapping[tuple[str, ...], str], default: str) -> str:
-    place = _place(error)
-    keys = tuple(str(part) for part in place)
-    source = next((origin[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in origin), default)
-    key = ".".join(keys)
-    if error["type"] == "extra_forbidden":
-        known = sorted(_model_at(place[:-1]).model_fields)
-        near = difflib.get_close_matches(keys[-1], known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"{source}: unknown key {key}; {hint}known keys here: {', '.join(known)}"
-    if error["type"] == "missing":
-        return f"{source}: {key} is missing"
-    if error["type"] == _NO_URL:
-        return f"{source}: {key}.url is missing"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    secret = keys[:1] == ("api_keys",) or (keys[-1:] == ("url",) and "@" in str(error["input"]))
-    if secret or isinstance(error["input"], dict | list):
-        return f"{source}: {key}: {message}"
-    return f"{source}: {key} = {error['input']!r}: {message}"
-
-
-def _model_at(place: Sequence[int | str]) -> type[BaseModel]:
-    """The table that a place in the file belongs to."""
-    tables: dict[str, type[BaseModel]] = {
-        "queue": Queue, "split": Split, "tokenizer": Tokenizer, "engines": Engine, "launch": Launch,
-    }  # fmt: skip
-    if "process" in place[1:]:
-        return Process
-    return tables.get(str(place[0]), Config) if place else Config
 
 
 def _cross_faults(config: Config, env: Mapping[str, str], doubtful: set[str]) -> Iterator[str]:
