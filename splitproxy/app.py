@@ -142,7 +142,7 @@ async def assembled(
     """
     split = settings.split
     limit_bytes = split.max_session_mib * MIB or store.free_bytes() // 2
-    ledger = Ledger(limit_bytes)
+    ledger = Ledger(limit_bytes, store.can_hold)
     admission = Admission(ledger, settings.queue.max)
     tokenizer = made if made is not None else await asyncio.to_thread(make_tokenizer, settings)
     async with AsyncExitStack() as stack:

@@ -54,6 +54,12 @@ def _engine_url(value: str) -> str:
     return value.rstrip("/")
 
 
+def _absolute_folder(value: str) -> str:
+    if value and not value.startswith("/"):
+        raise ValueError("must be an absolute path, as in --slot-save-path: engines run in folders of their own")
+    return value
+
+
 class Queue(Table):
     """How many requests may wait for a slot, and for how long."""
 
@@ -69,7 +75,7 @@ class Split(Table):
     force_handover_tokens: Count = 0
     stall_weight: Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, allow_inf_nan=False)] = 1.0
     on_prefill_failure: Literal["local", "reject"] = "local"
-    dir: Text = ""
+    dir: Annotated[Text, AfterValidator(_absolute_folder)] = ""
     max_session_mib: Count = 0
     reserve_tokens: Positive = 1024
     probe_tokens: Annotated[int, BeforeValidator(refuse_bool), Field(ge=64)] = 512

@@ -4,7 +4,7 @@ Pure state: every method is a plain function, claims succeed or fail at once, an
 What a slot holds is a belief. A wrong one costs reading time; it never reaches an answer.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
@@ -140,9 +140,11 @@ class Reservation:
 
 @dataclass(slots=True)
 class Ledger:
-    """All engines' books. `session_limit_bytes` bounds the session files in flight together."""
+    """All engines' books. `session_limit_bytes` bounds the session files in flight together, and so does what their
+    folder `can_hold` in all, which others may fill."""
 
     session_limit_bytes: int
+    can_hold: Callable[[int], bool] = lambda _session_bytes: True
     session_bytes: int = 0
     _engines: dict[str, _Engine] = field(default_factory=dict)
     _clock: int = 0
@@ -314,7 +316,8 @@ class Ledger:
 
     def has_room(self, session_bytes: int) -> bool:
         """Whether one more session file of this size may be in flight."""
-        return self.session_bytes + session_bytes <= self.session_limit_bytes
+        together = self.session_bytes + session_bytes
+        return together <= self.session_limit_bytes and self.can_hold(together)
 
     def reserve(self, session_bytes: int) -> Reservation:
         """Count a session file of about this size as in flight."""

@@ -77,11 +77,12 @@ class SessionStore:
         self._remove_at_close = remove_at_close
         self._live: set[str] = set()
         self._lock: int | None = None
+        self._refused_bytes: int | None = None  # the least that the folder could not take; None: it is not full
 
     def open(self) -> Self:
         """Make the folder private and ours, and remove what an earlier run has left in it."""
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make()
             self._make_private()
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,10 +96,18 @@ class SessionStore:
             log.warning("removed %d session files that an earlier run had left in %s", swept, self.folder)
         return self
 
+    def _make(self) -> None:
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(20, "it is not a folder") from None
+        except NotADirectoryError:
+            raise NotADirectoryError(20, "something above it is not a folder") from None
+
     def _make_private(self) -> None:
         status = self.folder.lstat()
         if not stat.S_ISDIR(status.st_mode):
-            raise NotADirectoryError(20, "it is not a folder")
+            raise NotADirectoryError(20, "it is a link; name the folder itself")
         if status.st_mode & 0o077:
             if status.st_uid != os.geteuid():
                 raise PermissionError(13, "others can read it, and it belongs to another user")
@@ -160,6 +169,32 @@ class SessionStore:
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.folder).free
+
+    def can_hold(self, session_bytes: int) -> bool:
+        """Whether the folder has space for so many bytes of session files, those counted in that lie there already.
+
+        Others may fill it as well: what was free at the start tells little. A change is logged once.
+        """
+        space = self.free_bytes() + sum(self._size(name) for name in self._live)
+        fits = session_bytes <= space
+        if not fits and self._refused_bytes is None:
+            log.warning(
+                "%s has space for %.0f MiB of session files and would need %.0f: prompts are not handed over",
+                self.folder, space / 2**20, session_bytes / 2**20,
+            )  # fmt: skip
+        if not fits:
+            self._refused_bytes = min(session_bytes, self._refused_bytes or session_bytes)
+        elif self._refused_bytes is not None and session_bytes >= self._refused_bytes:
+            log.info("%s has space for session files again", self.folder)
+            self._refused_bytes = None
+        return fits
+
+    def _size(self, name: str) -> int:
+        """What a session file takes on its device; nothing when it is not written yet, or gone."""
+        try:
+            return 512 * (self.folder / name).lstat().st_blocks
+        except OSError:
+            return 0
 
     def close(self) -> None:
         """Remove all session files, and the folder where it was made for this run."""

@@ -76,6 +76,8 @@ FAULTS = [
     ("[split]\nmin_promt_tokens = 1", "unknown key split.min_promt_tokens; did you mean 'min_prompt_tokens'?"),
     ("[tokenizer]\nsource = 5", "tokenizer.source = 5: should be a valid string"),
     ("[split]\ndir = 5", "split.dir = 5: should be a valid string"),
+    ('[split]\ndir = "sessions"', "split.dir = 'sessions': must be an absolute path"),
+    ('[split]\ndir = "~/sessions"', "split.dir = '~/sessions': must be an absolute path"),
     ('[tokenizer]\nsource = ""', "tokenizer.source = '': "),
     # cards
     (f"{LAUNCH}prefill_gpu = true", "launch.prefill_gpu = True: a number is needed, not true or false"),

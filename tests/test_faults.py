@@ -129,6 +129,21 @@ async def test_a_decode_engine_that_dies_at_the_restore_is_an_error(
         await recovered(p)
 
 
+async def test_a_folder_that_others_have_filled_is_noticed_before_reading(
+    fake: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody reads a prompt whose session has no place to go; when there is space again, it is used."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer) as p:
+        with monkeypatch.context() as patch:
+            patch.setattr(p.proxy.store, "free_bytes", lambda: 100)
+            for seed in ("first", "second"):
+                assert (await p.long(seed=seed)).way == ("local", "no_room")
+        assert reader.steps() == []
+        assert [record.levelname for record in caplog.records if str(p.folder) in record.getMessage()] == ["WARNING"]
+        assert (await p.long(seed="afterwards")).way == ("handover", "worth_moving")
+
+
 async def test_a_file_that_is_written_after_its_deadline_is_swept(fake: Start) -> None:
     """A session that an engine saves when nobody waits any more does not stay in the folder."""
     reader, writer = await fake(), await fake()

@@ -473,6 +473,14 @@ def test_session_bytes_are_counted_while_reserved() -> None:
     assert ledger.session_bytes == 0
     with pytest.raises(KeyError), ledger.reserve(70):
         raise KeyError
+
+
+def test_a_folder_that_others_fill_takes_no_more() -> None:
+    """There is room for a session file when the folder can hold it beside those in flight, whatever the limit."""
+    ledger = Ledger(100, lambda session_bytes: session_bytes <= 50)
+    with ledger.reserve(30):
+        assert ledger.has_room(20)
+        assert not ledger.has_room(21)
     assert ledger.session_bytes == 0
 
 

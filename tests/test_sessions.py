@@ -73,8 +73,14 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     file.touch()
     real.mkdir()
     link.symlink_to(real)
-    for path in (file, link):
-        with pytest.raises(ConfigError, match="cannot be used"):
+    faults = {
+        file: "it is not a folder",
+        Path("/dev/null"): "it is not a folder",
+        file / "below": "something above it is not a folder",
+        link: "it is a link",
+    }
+    for path, fault in faults.items():
+        with pytest.raises(ConfigError, match=f"cannot be used: {fault}"):
             SessionStore(path).open()
     assert list(real.iterdir()) == []
 
@@ -261,6 +267,25 @@ def test_where_a_fresh_folder_is(
 def test_free_bytes_are_those_of_the_folder(store: SessionStore) -> None:
     """The room for session files is what is free where they go."""
     assert 0 < store.free_bytes() <= shutil.disk_usage(store.folder).total
+
+
+def test_a_full_folder_is_told_once(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lies there already counts as space for session files; each change is one line in the log."""
+    caplog.set_level("INFO")
+    written(store, b"x" * 2**20)
+    store.new_name()  # not written yet
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=2**20))
+    assert store.can_hold(2 * 2**20)
+    assert not store.can_hold(2 * 2**20 + 4096)
+    assert not store.can_hold(3 * 2**20)
+    assert store.can_hold(0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "has space for 2 MiB of session files" in caplog.text
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=2 * 2**20))
+    assert store.can_hold(3 * 2**20)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
 @pytest.mark.parametrize(("age_s", "owned", "stays"), [(120, False, False), (120, True, True), (0, False, True)])
