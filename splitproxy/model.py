@@ -180,7 +180,7 @@ class Ask:
     chat: bytes | None = field(default=None, repr=False)  # the chat request whose rendering is the prompt
     not_splittable: str | None = None  # the feature that keeps this request on the decode engine
     pinned: bool = True  # whether the engine lets this request be given a slot
-    answers: int = 1  # answers to one prompt; each takes a slot of its own
+    answers: int = 1  # to all its prompts; each takes a slot of its own
     keeps_cache: bool = True  # False: the client asked for cache_prompt = false
     progress: bool = False  # the client asked for progress events, which come before the prompt is read
 

@@ -218,8 +218,7 @@ class Request:
         """Send the client's request to the slot, relay the answer, and settle the books."""
         service, trace = self.service, self.trace
         try:
-            # A request for several answers has the whole engine; its first answer takes the first slot.
-            call = self.incoming.call(pin(self.ask, lease.slot or 0), streams=self.ask.stream)
+            call = self.incoming.call(pin(self.ask, lease.slot), streams=self.ask.stream)
             trace.start_decode()
             self.ids = IdReader()
             calling = service.fleet.engine(lease.engine).call(call, service.settings.deadlines)

@@ -93,7 +93,7 @@ def read_ask(path: str, body: bytes) -> Ask:
         chat=chat,
         not_splittable=obstacle or _obstacle(fields),
         pinned=api is not Api.MESSAGES,  # llama-server drops `id_slot` when it converts such a body
-        answers=_answers(fields),
+        answers=_choices(fields) * _prompts(api, fields),
         keeps_cache=fields.get("cache_prompt") is not False,
         progress=fields.get("return_progress") is True,
     )
@@ -144,15 +144,22 @@ def _max_tokens(api: Api, fields: Mapping[str, Any]) -> int | None:
     return int(max(given))
 
 
-def _answers(fields: Mapping[str, Any]) -> int:
-    # The engine takes 2.0 for 2.
-    counts = [int(n) for name in ("n", "n_cmpl") if isinstance(n := fields.get(name), int | float)]
-    return max(counts, default=1)
+def _choices(fields: Mapping[str, Any]) -> int:
+    """How many answers each prompt gets. The engine takes 2.0 for 2."""
+    return max([1, *(int(n) for name in ("n", "n_cmpl") if isinstance(n := fields.get(name), int | float))])
+
+
+def _prompts(api: Api, fields: Mapping[str, Any]) -> int:
+    """How many prompts a body holds. A list with numbers in it is one, of ids and texts."""
+    prompt = fields.get("prompt") if api in (Api.COMPLETIONS, Api.NATIVE) else None
+    if not isinstance(prompt, list) or any(isinstance(part, int | float) for part in prompt):
+        return 1
+    return max(1, len(prompt))
 
 
 def _obstacle(fields: Mapping[str, Any]) -> str | None:
     """The first field that keeps a request from being handed over, whatever its API."""
-    if _answers(fields) > 1:
+    if _choices(fields) > 1:
         return "n"
     if fields.get("cache_prompt") is False:
         return "cache_prompt"
@@ -196,8 +203,9 @@ def _all_text(messages: object) -> bool:
     return all(isinstance(part, dict) and part.get("type", "text") in ("text", "input_text") for part in parts)
 
 
-def pin(ask: Ask, slot: int) -> bytes:
-    """The client's body with the slot pin spliced in at its end, where it wins over a field of the same name.
+def pin(ask: Ask, slot: int | None) -> bytes:
+    """The client's body with the slot pin spliced in at its end, where it wins over a field of the same name. Without a
+    slot the engine chooses: several prompts that are pinned would be read one after the other.
 
     `cache_prompt` is left as it was when the client switched it off: it asks for an answer without reuse.
     """
@@ -205,7 +213,7 @@ def pin(ask: Ask, slot: int) -> bytes:
     head = ask.body[:end]
     comma = b"" if head.rstrip().endswith(b"{") else b","
     cache = b',"cache_prompt":true' if ask.keeps_cache else b""
-    return head + comma + b'"id_slot":%d' % slot + cache + ask.body[end:]
+    return head + comma + b'"id_slot":%d' % (-1 if slot is None else slot) + cache + ask.body[end:]
 
 
 def error_type(status: int) -> str:

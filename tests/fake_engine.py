@@ -509,10 +509,14 @@ class FakeEngine:
     def _pin(self, call: Call) -> int | None:
         if "x-conversation-id" in call.headers:
             self.violations.append("X-Conversation-Id was passed on: the engine would go on when the client leaves")
-        pin = _body(call).get("id_slot", -1)
+        body = _body(call)
+        pin = body.get("id_slot", -1)
         if type(pin) is int and pin >= 0:
             return pin
-        self.violations.append(f"{call.path} was not pinned to a slot")
+        if not _wants_several(body):
+            self.violations.append(f"{call.path} was not pinned to a slot")
+        elif self.busy():
+            self.violations.append(f"{call.path} takes several slots and was sent while others were at work")
         return None
 
 
@@ -689,6 +693,12 @@ def _body(call: Call) -> JsonDict:
 
 async def _nothing_here(_: web.Request, __: Call) -> web.StreamResponse:
     raise RefusalError(404, "File Not Found")
+
+
+def _wants_several(body: JsonDict) -> bool:
+    """Whether a request takes more slots than one, which the engine chooses."""
+    prompt = body.get("prompt")
+    return body.get("n", 1) > 1 or (isinstance(prompt, list) and len(prompt) > 1 and type(prompt[0]) is not int)
 
 
 def _mixed(content: str | Sequence[Any], parse_special: bool = True) -> list[int]:

@@ -1,4 +1,5 @@
-"""A Messages request cannot be given a slot: beside others it is answered right all the same, and its slot is known."""
+"""Requests that cannot be given a slot: beside others they are answered right all the same, and where it is one slot, it
+is known afterwards."""
 
 import json
 import urllib.request
@@ -13,7 +14,7 @@ from tests.live_served import FLOOR, Served, post, served
 
 pytestmark = pytest.mark.live
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,20 @@ def test_messages_beside_chats(place: Served) -> None:
     assert [said(path, answer.body) for (path, _), answer in zip(asked, answers, strict=True)] == expected
     writer = next(engine for engine in status(place)["engines"] if engine["name"] == "writer")
     assert (writer["slots"]["busy"], status(place)["leases"]) == (0, 0)
+
+
+def test_several_prompts_in_one_body(place: Served) -> None:
+    """More prompts than there are slots, beside other requests: each has its own answer, and all slots come back."""
+    texts = [words(40, ("several", n)) for n in range(5)]
+    asked = {"prompt": texts, "max_tokens": 12, "temperature": 0}
+    single = [{**asked, "prompt": text} for text in texts]
+    expected = [json.loads(place.own_answer(COMPLETIONS, one).body)["choices"][0]["text"] for one in single]
+    with ThreadPoolExecutor(6) as pool:
+        beside = [pool.submit(post, place.url + COMPLETIONS, one) for one in single]
+        choices = json.loads(post(place.url + COMPLETIONS, asked).body)["choices"]
+        alone = [json.loads(one.result().body)["choices"][0]["text"] for one in beside]
+    assert [choice["text"] for choice in sorted(choices, key=lambda choice: choice["index"])] == expected == alone
+    assert status(place)["leases"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

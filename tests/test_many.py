@@ -17,6 +17,7 @@ from tests.fake_engine import FakeEngine
 from tests.harness import (
     ANSWER_TOKENS,
     CHAT,
+    COMPLETIONS,
     FLOOR,
     NATIVE,
     Reply,
@@ -375,8 +376,13 @@ async def test_an_answer_without_limit_may_have_what_is_free(fake: Start, monkey
 
 @pytest.mark.parametrize(
     ("path", "asked"),
-    [(CHAT, body(CHAT, "Two.", n=2)), ("/v1/embeddings", {"input": "x"}), ("/rerank", {"query": "x"})],
-    ids=["n", "embeddings", "rerank"],
+    [
+        (CHAT, body(CHAT, "Two.", n=2)),
+        (COMPLETIONS, {"prompt": ["One.", "Two."], "max_tokens": 4}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/rerank", {"query": "x"}),
+    ],
+    ids=["n", "prompts", "embeddings", "rerank"],
 )
 async def test_what_takes_several_slots_is_alone(fake: Start, path: str, asked: Json) -> None:
     """It waits until its engine is empty, and while it runs nobody else is let in; another engine goes on."""
@@ -397,7 +403,7 @@ async def test_what_takes_several_slots_is_alone(fake: Start, path: str, asked: 
         await hang_up(running[0 if engine is one else 1])
         await until(lambda: [call for call in engine.calls if call.path == path])
         assert alone.done() or p.proxy.ledger.count(name).busy == 2
-        assert (await alone).status == (200 if path == CHAT else 404)
+        assert (await alone).status == (200 if path in (CHAT, COMPLETIONS) else 404)
         assert not [call for call in engine.sent("decode") if call.finished is None]
         await hang_up(*running)
 

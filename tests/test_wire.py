@@ -234,6 +234,37 @@ def test_prompt_forms(path: str, prompt: object, read: object, obstacle: str | N
     assert (ask.prompt, ask.not_splittable) == (read, obstacle)
 
 
+@pytest.mark.parametrize(
+    ("fields", "answers"),
+    [
+        ({}, 1),
+        ({"n": 3}, 3),
+        ({"n": 2.0}, 2),
+        ({"n": 2, "n_cmpl": 3}, 3),
+        ({"n": 0}, 1),
+        ({"n": "2"}, 1),
+        ({"n": None}, 1),
+        ({"prompt": ["a"]}, 1),
+        ({"prompt": ["a", "b"]}, 2),
+        ({"prompt": [[1], [2], [3]]}, 3),
+        ({"prompt": ["a", [1]], "n": 2}, 4),
+        ({"prompt": [{"prompt_string": "a"}, "b"]}, 2),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": [1, "a", "b"]}, 1),
+        ({"prompt": []}, 1),
+        ({"prompt": None}, 1),
+    ],
+)
+def test_answers_are_counted(fields: dict[str, Any], answers: int) -> None:
+    """Each answer takes a slot: several to one prompt, and one or more to each of several prompts."""
+    assert wire.read_ask(NATIVE, native(**fields)).answers == answers
+
+
+def test_a_chat_is_one_prompt() -> None:
+    """A field that its API does not know makes no further answers."""
+    assert wire.read_ask(CHAT, chat(prompt=["a", "b"], n=2)).answers == 2
+
+
 def test_no_prompt_is_an_obstacle() -> None:
     """A request without a prompt has nothing to hand over."""
     assert wire.read_ask(NATIVE, b"{}").not_splittable == "prompt"
@@ -439,6 +470,13 @@ def test_headers_that_connection_names_stay_here(headers: Any) -> None:
         ("D", "4"),
     ]
     assert headers(iter(given)) == [("D", "4")]
+
+
+def test_several_prompts_are_spread_by_the_engine() -> None:
+    """Without a slot the engine chooses, whatever the client has asked for."""
+    body = b'{"prompt":["a","b"],"id_slot":3}'
+    out = json.loads(wire.pin(wire.read_ask(NATIVE, body), None))
+    assert out == {"prompt": ["a", "b"], "id_slot": -1, "cache_prompt": True}
 
 
 def test_the_ask_of_a_pin_may_be_any() -> None:
