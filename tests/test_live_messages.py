@@ -1,5 +1,5 @@
-"""Requests that cannot be given a slot: beside others they are answered right all the same, and where it is one slot, it
-is known afterwards."""
+"""Requests that cannot be given a slot: they are answered right beside others all the same, and where one slot is
+taken, it is known afterwards."""
 
 import json
 import urllib.request
