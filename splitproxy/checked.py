@@ -94,7 +94,7 @@ def fault_sentence(
     source = next((sources[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in sources), default)
     key = ".".join(keys)
     if error["type"] == "extra_forbidden":
-        known = sorted(_table_at(model, place[:-1]).model_fields)
+        known = sorted(table_at(model, place[:-1]).model_fields)
         near = difflib.get_close_matches(keys[-1], known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{source}: unknown key {key}; {hint}known keys here: {', '.join(known)}"
@@ -109,12 +109,12 @@ def fault_sentence(
     return f"{source}: {key} = {error['input']!r}: {message}"
 
 
-def _table_at(model: type[BaseModel], place: Iterable[int | str]) -> type[BaseModel]:
-    """The table that a place in a file belongs to."""
+def table_at(model: type[BaseModel], place: Iterable[int | str]) -> type[BaseModel]:
+    """The table that a place in a file belongs to; where it leads nowhere, the last one on the way."""
     for part in place:
-        if isinstance(part, str):
-            annotation = model.model_fields[part].annotation
-            model = next(kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel))
+        if isinstance(part, str) and part in model.model_fields:
+            kinds = _kinds(model.model_fields[part].annotation)
+            model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
     return model
 
 

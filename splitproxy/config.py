@@ -26,6 +26,7 @@ from splitproxy.checked import (
     lacks,
     refuse_bool,
     sound_part,
+    table_at,
 )
 from splitproxy.errors import ConfigError
 from splitproxy.model import Kind, Policy, Role
@@ -239,7 +240,7 @@ def _from_flags(flags: Sequence[str], faults: list[str]) -> Iterator[tuple[str, 
 
 def _literal(keys: tuple[str, ...], text: str) -> Any:
     """A value as TOML would read it; what is no TOML value is a plain string, and so is `7` where a text belongs."""
-    known = _model_at(keys[:-1]).model_fields.get(keys[-1])
+    known = table_at(Config, keys[:-1]).model_fields.get(keys[-1])
     if known is not None and known.annotation is str and text[:1] not in ("'", '"'):
         return text
     try:
