@@ -26,7 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.never_worse import machine
 from splitproxy.adapter import Engine
-from splitproxy.app import assembled, listening
+from splitproxy.app import listening
+from splitproxy.assembly import assembled
 from splitproxy.bench import words_per_token
 from splitproxy.config import Config
 from splitproxy.engines.llama_server import LlamaServer

@@ -31,7 +31,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from splitproxy.app import Proxy, assembled, listening
+from splitproxy.app import listening
+from splitproxy.assembly import Proxy, assembled
 from splitproxy.bench import words_per_token
 from splitproxy.config import Config
 from splitproxy.launch import Launcher

@@ -33,7 +33,8 @@ from rich.table import Table
 
 from splitproxy.adapter import Answer, Call, Deadlines
 from splitproxy.adapter import Progress as Told
-from splitproxy.app import Proxy, assembled, deadlines, listening
+from splitproxy.app import listening
+from splitproxy.assembly import Proxy, assembled, deadlines
 from splitproxy.config import Config
 from splitproxy.demo import demo_model
 from splitproxy.engines.llama_server import LlamaServer

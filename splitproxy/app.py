@@ -1,4 +1,4 @@
-"""The HTTP server in front of clients, and the assembly of everything behind it.
+"""The HTTP server in front of clients.
 
 Routes, keys, body limits and the aiohttp end of an exchange live here; decisions do not.
 """
@@ -8,11 +8,8 @@ import hmac
 import logging
 import os
 import secrets
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,30 +18,17 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from multidict import CIMultiDict
 
-from splitproxy import access, config, metrics
-from splitproxy.adapter import Deadlines, Engine
-from splitproxy.admission import Admission
+from splitproxy import config, metrics
+from splitproxy.assembly import Proxy
 from splitproxy.client import ClientLeft, Headers
-from splitproxy.engines.llama_server import LlamaServer
-from splitproxy.errors import ConfigError, Fault, LaunchError, RequestError
-from splitproxy.exchange import Exchange
-from splitproxy.fleet import Fleet
-from splitproxy.ledger import Ledger
-from splitproxy.model import Api, EngineState, Kind, Outcome, Policy, RequestRecord, Role
-from splitproxy.router import Rules
-from splitproxy.service import Incoming, Settings
-from splitproxy.sessions import SessionStore
-from splitproxy.tokenize import EngineTokenizer, LocalTokenizer, Tokenizer
+from splitproxy.errors import Fault, LaunchError, RequestError
+from splitproxy.model import Api, Outcome, Role
+from splitproxy.service import Incoming
+from splitproxy.status import status
 from splitproxy.trace import Trace
-from splitproxy.vocab import files
-from splitproxy.vocab.codec import Codec
-from splitproxy.vocab.vocabulary import UnsupportedVocabulary, Vocabulary
 from splitproxy.wire import GENERATING, api_of, error_body, is_administration, needs_no_slot, read_any_ask, read_ask
 
-log = logging.getLogger(__name__)
-
 MIB = 2**20
-RECENT_REQUESTS = 50
 BODY_S = 300.0  # for a client to send its body; one that breaks off in its middle is not noticed otherwise
 CUT_S = 0.1  # for connections to close once their requests have ended; aiohttp takes 0 for no limit
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -61,121 +45,6 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 _http_log.addFilter(_is_ours)
-
-
-@dataclass(slots=True)
-class Proxy:
-    """Everything that serves requests, put together."""
-
-    config: config.Config
-    store: SessionStore
-    ledger: Ledger
-    admission: Admission
-    fleet: Fleet
-    exchange: Exchange
-    tokenizer: Tokenizer
-    metrics: metrics.Metrics
-    recent: deque[RequestRecord]
-    stopping: bool = False
-    running: set["asyncio.Task[Any]"] = field(default_factory=set)  # requests that an engine answers
-
-    def observe(self, record: RequestRecord) -> None:
-        self.fleet.forecast.speeds.learn(record)
-        self.metrics.observe(record)
-        self.recent.append(record)
-        log.info("%s", access.line(record))
-
-
-def make_engine(table: config.Engine, store: SessionStore) -> Engine:
-    """The adapter of one configured engine."""
-    key = os.environ.get(table.api_key_env, "") if table.api_key_env else ""
-    match table.kind:
-        case Kind.LLAMA_SERVER:
-            return LlamaServer(table.name, table.url, key, store)
-        case Kind.STRATA:
-            raise ConfigError([f"engines: {table.name} has kind = 'strata', which this version cannot serve"])
-
-
-def make_tokenizer(settings: config.Config) -> Tokenizer:
-    """The configured tokenizer; reads its file and takes a second or two. Raises ConfigError for one that is broken."""
-    table = settings.tokenizer
-    source = table.source
-    if source == "engine":
-        return EngineTokenizer('tokenizer.source is "engine"')
-    if source == "auto":
-        source = settings.launch.model if settings.launch is not None else ""
-        if not source or not Path(source).is_file():
-            return EngineTokenizer("there is no model file to read; tokenizer.source can name one")
-    try:
-        return LocalTokenizer(_codec(source, files.read(source, table.pattern, table.special_tokens)))
-    except UnsupportedVocabulary as reason:
-        why = f"{source} is of no use here: {reason}"
-        log.warning("token ids are made by the engine: %s", why)
-        return EngineTokenizer(why)
-
-
-def _codec(source: str, vocabulary: Vocabulary) -> Codec:
-    """The encoder of a vocabulary. Raises ConfigError for ids or words that no encoder can be made of."""
-    try:
-        return Codec(vocabulary)
-    except UnsupportedVocabulary:
-        raise
-    except BaseException as error:
-        # tiktoken's native part panics on two words with one id, in an exception that has no public name.
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            kind = type(error).__name__
-            raise ConfigError([f"tokenizer: {source}: its words or ids contradict each other ({kind})"]) from None
-        raise
-
-
-def deadlines(split: config.Split) -> Deadlines:
-    return Deadlines(split.prefill_silence_s, split.transfer_timeout_s, split.decode_silence_s)
-
-
-@asynccontextmanager
-async def assembled(
-    settings: config.Config, store: SessionStore, made: Tokenizer | None = None
-) -> AsyncGenerator[Proxy]:
-    """Build the proxy in front of the configured engines and watch them while the context lasts.
-
-    `made` is the configured tokenizer, for callers that have made it already. Raises ConfigError.
-    """
-    split = settings.split
-    limit_bytes = split.max_session_mib * MIB or store.free_bytes() // 2
-    ledger = Ledger(limit_bytes, store.can_hold)
-    admission = Admission(ledger, settings.queue.max)
-    tokenizer = made if made is not None else await asyncio.to_thread(make_tokenizer, settings)
-    async with AsyncExitStack() as stack:
-        stack.callback(tokenizer.close)
-        engines: dict[str, tuple[Engine, Role]] = {}
-        for table in settings.engines:
-            engine = make_engine(table, store)
-            stack.push_async_callback(engine.close)
-            engines[table.name] = (engine, table.role)
-        probe_tokens = 0 if split.policy is Policy.NEVER else split.probe_tokens
-        fleet = Fleet(engines, ledger, admission, deadlines(split), probe_tokens, store.sweep, tokenizer.meet)
-        rules = Rules(split.policy, split.min_prompt_tokens, split.force_handover_tokens, split.stall_weight)
-        exchange = Exchange(
-            Settings(
-                rules=rules,
-                deadlines=deadlines(split),
-                on_prefill_failure=split.on_prefill_failure,
-                keep_alive_s=settings.keep_alive_s,
-                queue_timeout_s=settings.queue.timeout_s,
-                reserve_tokens=split.reserve_tokens,
-            ),
-            fleet,
-            ledger,
-            admission,
-            tokenizer,
-            lambda record: proxy.observe(record),
-        )
-        collectors = metrics.Metrics(fleet, ledger, admission, split.min_prompt_tokens)
-        proxy = Proxy(
-            settings, store, ledger, admission, fleet, exchange, tokenizer, collectors, deque(maxlen=RECENT_REQUESTS)
-        )
-        await stack.enter_async_context(fleet)
-        yield proxy
 
 
 @asynccontextmanager
@@ -325,66 +194,6 @@ class _Front:
         """What would be decided about a request, and why, without running it."""
         ask = read_any_ask(await request.read())
         return _json(await self._proxy.exchange.explain(ask), 200)
-
-
-def status(proxy: Proxy) -> dict[str, Any]:
-    """What goes on, for people and scripts: engines, pairs, queue, last requests."""
-    tables = {table.name: table for table in proxy.config.engines}
-    return {
-        "policy": proxy.config.split.policy,
-        "min_prompt_tokens": proxy.config.split.min_prompt_tokens,
-        "engines": [
-            {
-                "name": name,
-                "role": member.role,
-                "kind": tables[name].kind,
-                "url": tables[name].place,
-                "state": member.state,
-                "fault": member.fault or None,
-                "identity": member.identity,
-                "slots": proxy.ledger.count(name),
-                "waiting": proxy.admission.waiting_for(name),
-                "speeds": proxy.fleet.forecast.speeds.status(name),
-                "backlog_s": round(proxy.fleet.forecast.backlog_s(name), 3),
-            }
-            for name, member in proxy.fleet.members.items()
-        ],
-        "pairs": [
-            {
-                "prefill": source,
-                "decode": target,
-                "state": pair.state,
-                "fault": pair.fault or None,
-                "checks": pair.report.checks if pair.report else [],
-                "prefill_tokens_per_s": pair.report.prefill_tokens_per_s if pair.report else None,
-                "decode_tokens_per_s": pair.report.decode_tokens_per_s if pair.report else None,
-                "session_bytes_per_token": pair.bytes_per_token or None,
-                "session": proxy.fleet.forecast.speeds.pair_status(source, target),
-            }
-            for (source, target), pair in proxy.fleet.pairs.items()
-        ],
-        "tokenizer": {
-            "source": proxy.config.tokenizer.source,
-            "engines": {engine.name: _used(proxy, engine.name) for engine in proxy.config.of_role(Role.DECODE)},
-        },
-        "added_s": proxy.fleet.forecast.speeds.added_status(),
-        "usable_context": usable_context(proxy),
-        "queue": {"max": proxy.config.queue.max, "waiting": proxy.admission.waiting, "line": proxy.admission.line()},
-        "leases": proxy.ledger.busy(),
-        "session_bytes": {"in_flight": proxy.ledger.session_bytes, "limit": proxy.ledger.session_limit_bytes},
-        "last_requests": [access.entry(record) for record in reversed(proxy.recent)],
-    }
-
-
-def _used(proxy: Proxy, engine: str) -> dict[str, str]:
-    verdict = proxy.tokenizer.verdict(engine)
-    return {"used": "local" if verdict.local else "engine", "why": verdict.why}
-
-
-def usable_context(proxy: Proxy) -> int | None:
-    """The smallest context of all engines that are up."""
-    ready = [name for name, member in proxy.fleet.members.items() if member.state is EngineState.READY]
-    return min((proxy.ledger.context(name) for name in ready), default=None)
 
 
 class _Sink:

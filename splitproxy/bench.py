@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from splitproxy.adapter import Engine
-from splitproxy.app import Proxy, assembled, listening
+from splitproxy.app import listening
+from splitproxy.assembly import Proxy, assembled
 from splitproxy.config import Config
 from splitproxy.errors import LaunchError
 from splitproxy.load import Caller, client_session, closed_loop, open_loop

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitproxy import __version__
 from splitproxy.adapter import Engine
-from splitproxy.app import assembled, deadlines, listening, make_engine, make_tokenizer
+from splitproxy.app import listening
+from splitproxy.assembly import assembled, deadlines, make_engine, make_tokenizer
 from splitproxy.config import Config, load
 from splitproxy.errors import ConfigError, EngineError, LaunchError
 from splitproxy.model import Policy, Role

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from splitproxy.app import Proxy
+from splitproxy.assembly import Proxy
 from splitproxy.model import EngineState, PairState
 from splitproxy.probe import Check, Report
 from splitproxy.tokenize import Verdict

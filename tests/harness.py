@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 
 from splitproxy import fleet, health, pairs, slots
-from splitproxy.app import Proxy, assembled, listening
+from splitproxy.app import listening
+from splitproxy.assembly import Proxy, assembled
 from splitproxy.config import Config
 from splitproxy.model import EngineState, PairState, RequestRecord
 from splitproxy.sessions import SessionStore

@@ -13,7 +13,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from splitproxy.app import Proxy, assembled, listening
+from splitproxy.app import listening
+from splitproxy.assembly import Proxy, assembled
 from splitproxy.config import Config
 from splitproxy.model import PairState, RequestRecord
 from splitproxy.sessions import SessionStore

@@ -430,7 +430,7 @@ async def test_nothing_private_is_told(fake: Start, caplog: pytest.LogCaptureFix
 
 async def test_one_line_tells_a_request(fake: Start, caplog: pytest.LogCaptureFixture) -> None:
     """Each request has one log line, with its route, its tokens and what the handover cost."""
-    caplog.set_level(logging.INFO, "splitproxy.app")
+    caplog.set_level(logging.INFO, "splitproxy.access")
     reader, writer = await pair(fake)
     async with proxy(reader, writer) as p:
         reply = await p.long()
@@ -455,7 +455,7 @@ async def test_what_is_refused_or_passed_on_has_its_line_too(
     """No request goes without its one line, wherever it ended."""
     reader, writer = await fake(), await fake()
     async with proxy(reader, writer) as p:
-        caplog.set_level(logging.INFO, "splitproxy.app")
+        caplog.set_level(logging.INFO, "splitproxy.access")
         reply = await (p.get(path) if asked is None else p.ask(path, asked))
         await until(lambda: any(reply.headers["X-Request-Id"] in r.getMessage() for r in caplog.records))
     (line,) = [r.getMessage() for r in caplog.records if reply.headers["X-Request-Id"] in r.getMessage()]

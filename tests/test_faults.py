@@ -27,7 +27,7 @@ BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The access log so far."""
     caplog.set_level(logging.INFO, "splitproxy")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "splitproxy.app"]
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "splitproxy.access"]
 
 
 async def recovered(p: Running) -> None:

@@ -47,6 +47,8 @@ KNOWN_TO = {
 TESTED_IN = {
     "__main__": "test_live_up.py",
     "app": "test_exchange.py",
+    "assembly": "test_exchange.py",
+    "status": "test_exchange.py",
     "charts": "test_bench.py",
     "checked": "test_config.py",
     "cli": "test_live_up.py",

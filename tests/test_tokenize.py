@@ -11,7 +11,7 @@ import gguf
 import pytest
 
 from splitproxy import tokenize
-from splitproxy.app import make_tokenizer
+from splitproxy.assembly import make_tokenizer
 from splitproxy.config import Config
 from splitproxy.errors import Cause, ConfigError, EngineError, Step
 from splitproxy.model import Api, Ask, Tokens
@@ -370,7 +370,7 @@ def test_a_vocabulary_that_no_encoder_takes_ends_in_one_sentence(
     def refuse(_vocabulary: object) -> None:
         raise error
 
-    monkeypatch.setattr("splitproxy.app.Codec", refuse)
+    monkeypatch.setattr("splitproxy.assembly.Codec", refuse)
     config = Config.model_validate({"tokenizer": {"source": str(tiny_model("dense"))}})
     with pytest.raises(ConfigError, match="contradict each other"):
         make_tokenizer(config)

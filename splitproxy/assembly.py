@@ -1,0 +1,149 @@
+"""Everything that serves requests, put together from a configuration."""
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from splitproxy import access, config, metrics
+from splitproxy.adapter import Deadlines, Engine
+from splitproxy.admission import Admission
+from splitproxy.engines.llama_server import LlamaServer
+from splitproxy.errors import ConfigError
+from splitproxy.exchange import Exchange
+from splitproxy.fleet import Fleet
+from splitproxy.ledger import Ledger
+from splitproxy.model import Kind, Policy, RequestRecord, Role
+from splitproxy.router import Rules
+from splitproxy.service import Settings
+from splitproxy.sessions import SessionStore
+from splitproxy.tokenize import EngineTokenizer, LocalTokenizer, Tokenizer
+from splitproxy.vocab import files
+from splitproxy.vocab.codec import Codec
+from splitproxy.vocab.vocabulary import UnsupportedVocabulary, Vocabulary
+
+log = logging.getLogger(__name__)
+access_log = logging.getLogger("splitproxy.access")  # one line for each request
+
+RECENT_REQUESTS = 50
+MIB = 2**20
+
+
+@dataclass(slots=True)
+class Proxy:
+    """Everything that serves requests, put together."""
+
+    config: config.Config
+    store: SessionStore
+    ledger: Ledger
+    admission: Admission
+    fleet: Fleet
+    exchange: Exchange
+    tokenizer: Tokenizer
+    metrics: metrics.Metrics
+    recent: deque[RequestRecord]
+    stopping: bool = False
+    running: set["asyncio.Task[Any]"] = field(default_factory=set)  # requests that an engine answers
+
+    def observe(self, record: RequestRecord) -> None:
+        self.fleet.forecast.speeds.learn(record)
+        self.metrics.observe(record)
+        self.recent.append(record)
+        access_log.info("%s", access.line(record))
+
+
+def make_engine(table: config.Engine, store: SessionStore) -> Engine:
+    """The adapter of one configured engine."""
+    key = os.environ.get(table.api_key_env, "") if table.api_key_env else ""
+    match table.kind:
+        case Kind.LLAMA_SERVER:
+            return LlamaServer(table.name, table.url, key, store)
+        case Kind.STRATA:
+            raise ConfigError([f"engines: {table.name} has kind = 'strata', which this version cannot serve"])
+
+
+def make_tokenizer(settings: config.Config) -> Tokenizer:
+    """The configured tokenizer; reads its file and takes a second or two. Raises ConfigError for one that is broken."""
+    table = settings.tokenizer
+    source = table.source
+    if source == "engine":
+        return EngineTokenizer('tokenizer.source is "engine"')
+    if source == "auto":
+        source = settings.launch.model if settings.launch is not None else ""
+        if not source or not Path(source).is_file():
+            return EngineTokenizer("there is no model file to read; tokenizer.source can name one")
+    try:
+        return LocalTokenizer(_codec(source, files.read(source, table.pattern, table.special_tokens)))
+    except UnsupportedVocabulary as reason:
+        why = f"{source} is of no use here: {reason}"
+        log.warning("token ids are made by the engine: %s", why)
+        return EngineTokenizer(why)
+
+
+def _codec(source: str, vocabulary: Vocabulary) -> Codec:
+    """The encoder of a vocabulary. Raises ConfigError for ids or words that no encoder can be made of."""
+    try:
+        return Codec(vocabulary)
+    except UnsupportedVocabulary:
+        raise
+    except BaseException as error:
+        # tiktoken's native part panics on two words with one id, in an exception that has no public name.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            kind = type(error).__name__
+            raise ConfigError([f"tokenizer: {source}: its words or ids contradict each other ({kind})"]) from None
+        raise
+
+
+def deadlines(split: config.Split) -> Deadlines:
+    return Deadlines(split.prefill_silence_s, split.transfer_timeout_s, split.decode_silence_s)
+
+
+@asynccontextmanager
+async def assembled(
+    settings: config.Config, store: SessionStore, made: Tokenizer | None = None
+) -> AsyncGenerator[Proxy]:
+    """Build the proxy in front of the configured engines and watch them while the context lasts.
+
+    `made` is the configured tokenizer, for callers that have made it already. Raises ConfigError.
+    """
+    split = settings.split
+    limit_bytes = split.max_session_mib * MIB or store.free_bytes() // 2
+    ledger = Ledger(limit_bytes, store.can_hold)
+    admission = Admission(ledger, settings.queue.max)
+    tokenizer = made if made is not None else await asyncio.to_thread(make_tokenizer, settings)
+    async with AsyncExitStack() as stack:
+        stack.callback(tokenizer.close)
+        engines: dict[str, tuple[Engine, Role]] = {}
+        for table in settings.engines:
+            engine = make_engine(table, store)
+            stack.push_async_callback(engine.close)
+            engines[table.name] = (engine, table.role)
+        probe_tokens = 0 if split.policy is Policy.NEVER else split.probe_tokens
+        fleet = Fleet(engines, ledger, admission, deadlines(split), probe_tokens, store.sweep, tokenizer.meet)
+        rules = Rules(split.policy, split.min_prompt_tokens, split.force_handover_tokens, split.stall_weight)
+        exchange = Exchange(
+            Settings(
+                rules=rules,
+                deadlines=deadlines(split),
+                on_prefill_failure=split.on_prefill_failure,
+                keep_alive_s=settings.keep_alive_s,
+                queue_timeout_s=settings.queue.timeout_s,
+                reserve_tokens=split.reserve_tokens,
+            ),
+            fleet,
+            ledger,
+            admission,
+            tokenizer,
+            lambda record: proxy.observe(record),
+        )
+        collectors = metrics.Metrics(fleet, ledger, admission, split.min_prompt_tokens)
+        proxy = Proxy(
+            settings, store, ledger, admission, fleet, exchange, tokenizer, collectors, deque(maxlen=RECENT_REQUESTS)
+        )
+        await stack.enter_async_context(fleet)
+        yield proxy
