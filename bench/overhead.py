@@ -235,7 +235,7 @@ class Bench:
         async def around(prompt: Tokens) -> tuple[float, int]:
             asked = {"prompt": prompt.to_list(), "n_predict": 0, "id_slot": 0, "cache_prompt": True}
             start = time.perf_counter()
-            answer = await self._reader._json(Step.PREFILL, "POST", "/completion", orjson.dumps(asked), timeout_s=600)
+            answer = await self._reader.json(Step.PREFILL, "POST", "/completion", orjson.dumps(asked), timeout_s=600)
             timings = answer["timings"]
             return 1000 * (time.perf_counter() - start) - float(timings["prompt_ms"]), int(timings["cache_n"])
 
@@ -269,8 +269,8 @@ class Bench:
         target = "/slots/0?action={}"
         action = orjson.dumps({"filename": session})
         try:
-            await self._reader._json(Step.SAVE, "POST", target.format("save"), action)
-            await self._writer._json(Step.RESTORE, "POST", target.format("restore"), action)
+            await self._reader.json(Step.SAVE, "POST", target.format("save"), action)
+            await self._writer.json(Step.RESTORE, "POST", target.format("restore"), action)
         finally:
             (self._folder / session).unlink(missing_ok=True)
         pinned = body[:-1] + b',"id_slot":0,"cache_prompt":true}'

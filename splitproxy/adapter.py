@@ -1,18 +1,21 @@
 """What splitproxy asks of an engine, whatever its kind. Handover and exchange know engines through this alone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from splitproxy.errors import Step
-from splitproxy.model import EngineState, Figures, Identity, Redeemed, Ticket, Tokens
+from splitproxy.errors import EngineError, Step
+from splitproxy.model import Ask, EngineState, Figures, Identity, InVain, Prompt, Redeemed, Ticket, Tokens
 
 T = TypeVar("T")
 
 Progress = Callable[[Step, int, int], None]
 """Told as a prefill goes on: the step, tokens done, tokens in all."""
+
+Encode = Callable[[str], Awaitable[Tokens]]
+"""Makes token ids of a text. Raises ValueError for a text that it cannot encode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +91,23 @@ class Engine(Protocol):
         ...
 
     async def tokenize(self, text: str) -> Tokens:
-        """The token ids of a prompt text, as the engine itself would read it."""
+        """The token ids of a prompt text, as the engine itself would read it; an Estimate where it does not tell."""
         ...
 
-    async def prefill(self, prompt: Tokens, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
-        """Read a whole prompt, save the session, and check what was saved."""
+    async def disagreement(self, text: str, encode: Encode) -> str:
+        """Where `encode` makes other ids of a text than the engine does, for people; empty where it does not."""
+        ...
+
+    async def trial(self, text: str, length_tokens: int) -> Prompt:
+        """A prompt of at most so many tokens that begins as `text` does, for tests of the engine."""
+        ...
+
+    async def reads_alike(self, text: str, prompt: Prompt) -> bool:
+        """Whether this engine, too, would read a trial's text as its ids; true of one that makes none itself."""
+        ...
+
+    async def prefill(self, prompt: Prompt, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
+        """Read a prompt as far as a session can be taken up from, save that session, and check what was saved."""
         ...
 
     async def redeem(self, ticket: Ticket, slot: int, deadlines: Deadlines) -> Redeemed:
@@ -104,7 +119,7 @@ class Engine(Protocol):
         ...
 
     async def erase(self, slot: int, deadlines: Deadlines) -> None:
-        """Empty a slot."""
+        """Empty a slot, or have it hold something else where the engine cannot empty one."""
         ...
 
     async def slots(self) -> Mapping[int, SlotState]:
@@ -121,12 +136,33 @@ class Engine(Protocol):
 
     async def close(self) -> None: ...
 
-    async def sample(self, prompt: Tokens, slot: int, count: int, deadlines: Deadlines) -> Sample:
-        """Continue a prompt greedily by `count` tokens."""
+    @property
+    def samples_compare(self) -> bool:
+        """Whether samples tell two models apart. Where they do not, the engine itself refuses a foreign session."""
+        ...
+
+    async def sample(self, prompt: Prompt, slot: int, count: int, deadlines: Deadlines) -> Sample:
+        """Continue a prompt greedily by `count` tokens. With 0 it is only read, up to where a handover would end."""
+        ...
+
+    def pinned(self, ask: Ask, slot: int | None) -> bytes:
+        """The client's body, bound to a slot where the engine lets one be named, and else as it is."""
+        ...
+
+    def is_preamble(self, chunk: bytes) -> bool:
+        """Whether a piece of a stream says no more than that the engine lives: nothing of the answer is in it."""
         ...
 
     def call(self, call: Call, deadlines: Deadlines) -> AbstractAsyncContextManager[Answer]:
         """Send a client's request. Leaving the context early tells the engine that nobody waits any more."""
+        ...
+
+    def advice(self, error: EngineError) -> list[str]:
+        """What to change when this engine failed this way."""
+        ...
+
+    def remedy(self, cause: InVain | None) -> str:
+        """What to change when this engine reads restored prompts again; without a cause, whatever may help."""
         ...
 
 

@@ -12,13 +12,9 @@ from typing import Self
 
 from splitproxy.adapter import Deadlines, Engine, Progress, to_the_end
 from splitproxy.errors import Cause, EngineError, SplitproxyError, Step
-from splitproxy.model import Failure, HandoverFigures, Redeemed, Ticket, Tokens
+from splitproxy.model import Failure, HandoverFigures, Prompt, Redeemed, Ticket
 
 log = logging.getLogger(__name__)
-
-# Tokens that a decode engine may read again after a restore and still count as having used the session.
-# Sliding-window models go back to a checkpoint a few tokens before the end; more means that it was not used.
-REREAD_LIMIT = 16
 
 
 class Stage(StrEnum):
@@ -86,11 +82,6 @@ def move(stage: Stage, event: Event) -> Stage:
         raise IllegalMove(f"a handover that is {stage} cannot take {event}") from None
 
 
-def is_proof(cached_tokens: int, prompt_tokens: int) -> bool:
-    """Whether an engine's own count shows that a restored session of all but one token was used."""
-    return cached_tokens >= prompt_tokens - 1 - REREAD_LIMIT
-
-
 @dataclass(slots=True)
 class Handover:
     """The handover of one prompt. As a context manager it discards its ticket however the request ends.
@@ -99,7 +90,7 @@ class Handover:
     engine has to read the prompt itself.
     """
 
-    prompt: Tokens
+    prompt: Prompt
     source: Engine
     deadlines: Deadlines
     stage: Stage = Stage.READY
@@ -108,10 +99,10 @@ class Handover:
     failure: Failure | None = None
 
     async def take(self, slot: int, progress: Progress) -> bool:
-        """Have the prefill engine read all tokens but the last, and save its session."""
+        """Have the prefill engine read the prompt, and save its session."""
         self._move(Event.READ)
         try:
-            ticket = await self.source.prefill(self.prompt.head(len(self.prompt) - 1), slot, self.deadlines, progress)
+            ticket = await self.source.prefill(self.prompt, slot, self.deadlines, progress)
         except EngineError as error:
             return self.fail(error)
         self.ticket = ticket
@@ -148,7 +139,7 @@ class Handover:
 
     def prove(self, cached_tokens: int) -> bool:
         """Judge the handover by the decode engine's own count of reused tokens."""
-        proven = is_proof(cached_tokens, len(self.prompt))
+        proven = self.ticket is not None and cached_tokens >= self.ticket.proof_tokens
         self._move(Event.REUSED if proven else Event.REREAD)
         return proven
 

@@ -74,6 +74,9 @@ class Health:
             member.nudge.clear()
 
     async def _look(self, member: Member, seen: EngineState) -> None:
+        if seen is EngineState.UNLOADED:
+            self._ledger.distrust(member.engine.name)
+            seen = EngineState.READY
         if seen is EngineState.READY:
             member.failures = 0
             if member.state is not EngineState.READY:

@@ -64,6 +64,7 @@ class EngineState(StrEnum):
     DOWN = "down"
     LOADING = "loading"
     READY = "ready"
+    UNLOADED = "unloaded"  # it takes requests, and loads its model when one comes: until then it holds nothing
 
 
 class PairState(StrEnum):
@@ -137,7 +138,11 @@ class Tokens:
 
     def head(self, count: int) -> "Tokens":
         """The first `count` tokens."""
-        return Tokens.from_bytes(self._raw[: 4 * max(count, 0)])
+        return self.from_bytes(self._raw[: 4 * max(count, 0)])
+
+    def may_be(self, count: int) -> bool:
+        """Whether an engine that counted so many tokens can have read these."""
+        return len(self) == count
 
     def agrees(self, other: "Tokens", start: int, end: int) -> bool:
         """Whether both have the same tokens from `start` to `end`, as far as this one reaches."""
@@ -167,6 +172,18 @@ class Tokens:
         return shared // 4
 
 
+ESTIMATE_FACTOR = 2
+
+
+class Estimate(Tokens):
+    """Stand-ins for ids that nobody tells: equal where texts are equal, and roughly as many as an engine counts."""
+
+    __slots__ = ()
+
+    def may_be(self, count: int) -> bool:
+        return len(self) <= ESTIMATE_FACTOR * count and count <= ESTIMATE_FACTOR * len(self)
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A client's request, as far as routing needs to know it. `body` is what the client sent, byte for byte."""
@@ -186,16 +203,31 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, as its token ids and as the request that it comes from: an engine reads the one or the other."""
+
+    tokens: Tokens
+    ask: Ask
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
-    """What an engine says about itself. Two engines of a pair must agree on all but `build`, `slots` and `context`."""
+    """What an engine says about itself. Two engines of a pair must agree on all but `slots` and `context`.
+
+    None is what this kind of engine does not tell, and cannot be compared.
+    """
 
     build: str
-    model: str
-    vocabulary: str
-    template: str  # a digest, or "" where there is none
-    special_tokens: str
+    model: str | None
+    vocabulary: str | None
+    template: str | None  # a digest, or "" where there is none
+    special_tokens: str | None
     context: int  # tokens a slot can hold
     slots: int
+    session: str | None = None  # what else decides whether one engine takes another's session files
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +240,7 @@ class Ticket:
     cached_tokens: int  # what the prefill engine reused
     prefill_ms: float
     save_ms: float
+    proof_tokens: int  # a decode engine that reuses at least so many has used this session
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from splitproxy.model import EngineState, InVain, PairState, Role
 from splitproxy.probe import SAME_MODEL, Probe, Report, compare
 from splitproxy.slots import Slots
 from splitproxy.speeds import Speeds
-from splitproxy.verdict import ADVICE
 
 log = logging.getLogger(__name__)
 
@@ -189,5 +188,5 @@ class Pairs(Mapping[tuple[str, str], Pair]):
             log.warning(
                 "pair %s -> %s is switched off: %d handovers in a row were restored and read again all the same. "
                 "Likely cause: %s. %s It is tested again every %.0f s.",
-                source, target, pair.ineffective, in_vain, ADVICE[in_vain], PROBE_RETRY_S,
+                source, target, pair.ineffective, in_vain, pair.target.engine.remedy(in_vain), PROBE_RETRY_S,
             )  # fmt: skip

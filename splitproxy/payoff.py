@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from splitproxy.adapter import Deadlines, Engine, to_the_end
 from splitproxy.errors import EngineError, Step
-from splitproxy.model import Ticket, Tokens
+from splitproxy.model import Prompt, Ticket
 from splitproxy.probe import random_text
 
 SHORTEST_TOKENS = 128
@@ -146,21 +146,20 @@ class Ladder:
             moves[0].session_bytes,
         )
 
-    async def _prompt(self, tokens: int) -> Tokens:
+    async def _prompt(self, tokens: int) -> Prompt:
         """A prompt that neither engine has seen, with both slots empty."""
         for engine, slot in self._slots():
             await engine.erase(slot, self.deadlines)
-        return (await self.target.tokenize(random_text(tokens))).head(tokens)
+        return await self.target.trial(random_text(tokens), tokens)
 
-    async def _local(self, prompt: Tokens) -> float:
+    async def _local(self, prompt: Prompt) -> float:
         start = time.perf_counter()
         await self.target.sample(prompt, self.target_slot, 1, self.deadlines)
         return time.perf_counter() - start
 
-    async def _moved(self, prompt: Tokens) -> Rung:
+    async def _moved(self, prompt: Prompt) -> Rung:
         start = time.perf_counter()
-        head = prompt.head(len(prompt) - 1)
-        ticket = await self.source.prefill(head, self.source_slot, self.deadlines, _ignore)
+        ticket = await self.source.prefill(prompt, self.source_slot, self.deadlines, _ignore)
         self._tickets.append(ticket)
         redeemed = await self.target.redeem(ticket, self.target_slot, self.deadlines)
         await self.target.sample(prompt, self.target_slot, 1, self.deadlines)

@@ -17,14 +17,14 @@ from splitproxy.forecast import Job, Phase
 from splitproxy.growth import Share
 from splitproxy.handover import Handover, Stage
 from splitproxy.ledger import NOTHING, Holding, Lease, Reservation
-from splitproxy.model import Api, Ask, HandoverFigures, Outcome, Role, Route, Tokens
+from splitproxy.model import Api, Ask, HandoverFigures, Outcome, Prompt, Role, Route, Tokens
 from splitproxy.service import RETRY_AFTER_S, Incoming, Service, content_length
 from splitproxy.speeds import Reading
-from splitproxy.sse import MEDIA_TYPE, progress_event
+from splitproxy.sse import MEDIA_TYPE, is_comment, progress_event
 from splitproxy.tokenize import surely_shorter
 from splitproxy.trace import Trace
 from splitproxy.verdict import Circumstances, likely_cause
-from splitproxy.wire import pin, to_client
+from splitproxy.wire import to_client
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Request:
         source = fleet.engine(route.prefill_engine)
         session_bytes = fleet.session_bytes(route.prefill_engine, route.decode_engine, self.tokens)
         with self.service.ledger.reserve(session_bytes) as room:
-            async with Handover(self.tokens, source, settings.deadlines) as handover:
+            async with Handover(Prompt(self.tokens, self.ask), source, settings.deadlines) as handover:
                 self.trace.handover = handover
                 with fleet.reading(source.name, route) as job:
                     await self._read_ahead(handover, job)
@@ -218,14 +218,15 @@ class Request:
         """Send the client's request to the slot, relay the answer, and settle the books."""
         service, trace = self.service, self.trace
         try:
-            call = self.incoming.call(pin(self.ask, lease.slot), streams=self.ask.stream)
+            engine = service.fleet.engine(lease.engine)
+            call = self.incoming.call(engine.pinned(self.ask, lease.slot), streams=self.ask.stream)
             trace.start_decode()
             self.ids = IdReader()
-            calling = service.fleet.engine(lease.engine).call(call, service.settings.deadlines)
+            calling = engine.call(call, service.settings.deadlines)
             async with self._pool_share(lease) as share, calling as answer:
                 lease = share.lease = await service.fleet.slots.settle(lease)
                 self._require_ready(answer)
-                await self._relay(answer, route, share, job)
+                await self._relay(answer, engine, route, share, job)
             if self.tokens is None and self.ask.not_splittable is None and trace.figures is not None:
                 # The client has its answer; the next turn wants to know.
                 self.tokens = await service.tokenize(self.ask, trace)
@@ -322,7 +323,7 @@ class Request:
         self.trace.step = Step.RESTORE.value
         return await handover.redeem(fleet.engine(lease.engine), lease.number) or _has_answered(handover)
 
-    async def _relay(self, answer: Answer, route: Route, share: Share, job: Job) -> None:
+    async def _relay(self, answer: Answer, engine: Engine, route: Route, share: Share, job: Job) -> None:
         """Pass the answer on as it comes, and read its figures on the way."""
         trace, handover, client = self.trace, self.trace.handover, self.client
         cost = handover.figures() if handover is not None and handover.stage is Stage.RESTORED else None
@@ -333,12 +334,12 @@ class Request:
         trace.status = answer.status
         await client.begin(answer.status, headers, length=content_length(answer), one_piece=one_piece)
         async for chunk in answer.chunks():
-            if not _is_comment(chunk):
+            if handover is not None and not is_comment(chunk):
+                handover.answering()
+            if not engine.is_preamble(chunk):
                 trace.chunk()
                 if job.phase is Phase.READING:
                     job.begin(Phase.WRITING)
-                if handover is not None:
-                    handover.answering()
             await client.relay(reader.feed(chunk))
             if self.ask.api is Api.NATIVE:
                 self.ids.feed(chunk)
@@ -364,7 +365,9 @@ class Request:
         if not handover.prove(figures.cached_tokens):
             proven_tokens = fleet.pairs[source, lease.engine].proven_tokens
             others = self.service.ledger.count(lease.engine).busy > 1
-            seen = Circumstances(len(handover.prompt), figures, proven_tokens, others)
+            read = figures.cached_tokens + figures.read_tokens
+            counted = read if handover.prompt.tokens.may_be(read) else len(handover.prompt)
+            seen = Circumstances(counted, figures, proven_tokens, others)
             self.trace.in_vain = likely_cause(seen)
         bytes_per_token = handover.ticket.session_bytes / handover.ticket.tokens
         fleet.pairs.judge(source, lease.engine, len(handover.prompt), self.trace.in_vain, bytes_per_token)
@@ -380,7 +383,7 @@ class Request:
             return Holding(tokens, occupied=self.filled) if was_read and tokens is not None else None
         prompt_tokens = figures.cached_tokens + figures.read_tokens
         occupied = prompt_tokens + figures.answer_tokens
-        if tokens is None or len(tokens) != prompt_tokens:
+        if tokens is None or not tokens.may_be(prompt_tokens):
             return Holding(occupied=occupied)  # the engine read another prompt than was counted here
         # The last token of an answer is never evaluated. Templates drop reasoning from history: not to be believed.
         if not self.ask.progress and (ids := self.ids.ids(figures.answer_tokens)) is not None:
@@ -406,11 +409,6 @@ def _headers(trace: Trace, route: Route, cost: HandoverFigures | None) -> list[t
             ("X-Splitproxy-Session-Bytes", str(cost.session_bytes)),
         ]
     return headers
-
-
-def _is_comment(chunk: bytes) -> bool:
-    """Whether a piece of a stream only says that the engine lives."""
-    return chunk.startswith(b":") and not chunk.strip(b":\r\n ")
 
 
 def _is_mistake(lease: Lease, cached_tokens: int, prompt_tokens: int) -> bool:

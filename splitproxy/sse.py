@@ -48,6 +48,11 @@ def progress_event(api: Api, request_id: str, created: int, progress: Mapping[st
     return b"data: " + orjson.dumps(told) + END
 
 
+def is_comment(chunk: bytes) -> bool:
+    """Whether a piece of a stream holds comments alone: they only say that the sender lives."""
+    return chunk.startswith(b":") and all(line.startswith(b":") for line in chunk.splitlines() if line)
+
+
 class EventReader:
     """Bytes to the data of whole events, at any chunk edge."""
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -130,13 +131,12 @@ class LocalTokenizer:
             await self._learn_ends(engine)
         count = 0
         for text in self._trials():
-            theirs = await engine.tokenize(text)
             try:
-                ours = await self._jobs.run(self._codec, text, remember=False)
+                differs = await engine.disagreement(text, partial(self._jobs.run, self._codec, remember=False))
             except Unencodable as reason:
                 return Verdict(False, f"a text of the comparison could not be encoded here: {reason}")
-            if ours != theirs:
-                return Verdict(False, f"the engine's ids differ from those made here: {difference(text, ours, theirs)}")
+            if differs:
+                return Verdict(False, f"the engine's ids differ from those made here: {differs}")
             count += 1
         return Verdict(True, f"compared with the engine on {count} texts")
 
@@ -193,14 +193,6 @@ async def _text(ask: Ask, engine: Engine) -> str:
     if not isinstance(text, str):
         raise ValueError("a request without a text prompt has no tokens")
     return text
-
-
-def difference(text: str, ours: Tokens, theirs: Tokens) -> str:
-    """Where two readings of a text of our own part, for people."""
-    shared = ours.common_prefix(theirs)
-    here, there = ours.to_list()[shared : shared + 4], theirs.to_list()[shared : shared + 4]
-    excerpt = ascii(text if len(text) <= 60 else text[:60] + "...")
-    return f"in {excerpt}, from token {shared} on, the engine has {there} and this file {here}"
 
 
 def surely_shorter(ask: Ask, limit_tokens: int, template_bytes: int) -> bool:

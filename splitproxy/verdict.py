@@ -1,4 +1,4 @@
-"""Why a handover was in vain, as far as it can be told from figures, and what to change. Pure."""
+"""Why a handover was in vain, as far as it can be told from figures. Pure."""
 
 from dataclasses import dataclass
 
@@ -6,25 +6,6 @@ from splitproxy.model import Figures, InVain
 
 # Fewer shared tokens than this are a system prompt or chance, not the beginning of the prompt that was moved.
 SHARED_FACTOR = 0.05
-
-ADVICE = {
-    InVain.TEMPLATE_DRIFT: (
-        "The decode engine reads another text than the one that was counted: does its chat template use the time or "
-        "random ids, and do both engines have the same template? Keep such requests local with split.policy = "
-        '"never", or change the template.'
-    ),
-    InVain.CLEARED_SLOTS: (
-        "The decode engine clears slots that are idle while others work: start it with --kv-unified --cache-ram 0."
-    ),
-    InVain.NO_CHECKPOINTS: (
-        "A model with a sliding window or a recurrent state needs a build that keeps checkpoints in session files and "
-        "--ctx-checkpoints of 1 or more on both engines, or --swa-full on an older build."
-    ),
-    InVain.OTHER_TRAFFIC: (
-        "Something else than this proxy uses the decode engine and overwrites what was restored, or the engine is "
-        "started without --cache-ram 0."
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,14 @@ import pytest
 
 from splitproxy.adapter import Deadlines, Engine, Progress
 from splitproxy.errors import Cause, EngineError, Step
-from splitproxy.handover import ENDS, MOVES, REREAD_LIMIT, Event, Handover, IllegalMove, Stage, is_proof, move
-from splitproxy.model import Failure, Redeemed, Ticket, Tokens
+from splitproxy.handover import ENDS, MOVES, Event, Handover, IllegalMove, Stage, move
+from splitproxy.model import Api, Ask, Failure, Prompt, Redeemed, Ticket, Tokens
 
 DEADLINES = Deadlines(1, 1, 1)
-PROMPT = Tokens(range(100))
-TICKET = Ticket("ticket-1", tokens=99, session_bytes=4096, cached_tokens=9, prefill_ms=70.0, save_ms=5.0)
+PROMPT = Prompt(Tokens(range(100)), Ask(Api.CHAT, "/v1/chat/completions", b"{}"))
+TICKET = Ticket(
+    "ticket-1", tokens=99, session_bytes=4096, cached_tokens=9, prefill_ms=70.0, save_ms=5.0, proof_tokens=83
+)
 
 
 class Scripted:
@@ -33,7 +35,7 @@ class Scripted:
         if name in self._script:
             await self._script[name]()
 
-    async def prefill(self, prompt: Tokens, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
+    async def prefill(self, prompt: Prompt, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
         await self._call("prefill", prompt, slot)
         return TICKET
 
@@ -55,7 +57,7 @@ def failing(step: Step, cause: Cause = Cause.REFUSED) -> Callable[[], Awaitable[
     return fail
 
 
-def handover_of(source: Scripted, prompt: Tokens = PROMPT) -> Handover:
+def handover_of(source: Scripted, prompt: Prompt = PROMPT) -> Handover:
     return Handover(prompt, cast("Engine", source), DEADLINES)
 
 
@@ -151,19 +153,17 @@ async def test_an_illegal_move_changes_nothing(stage: Stage) -> None:
     assert source.calls == []
 
 
-# --- proof
-
-
-@pytest.mark.parametrize(
-    ("cached", "proof"),
-    [(99, True), (100, True), (99 - REREAD_LIMIT, True), (98 - REREAD_LIMIT, False), (0, False)],
-)
-def test_what_is_proof(cached: int, proof: bool) -> None:
-    """A few tokens read again are a model's way; more mean that the session was not used."""
-    assert is_proof(cached, 100) is proof
-
-
 # --- the way
+
+
+@pytest.mark.parametrize(("cached", "proof"), [(99, True), (83, True), (82, False), (0, False)])
+async def test_the_ticket_says_what_is_proof(cached: int, proof: bool) -> None:
+    """A decode engine that reuses as many tokens as the ticket asks for has used the session."""
+    async with handover_of(Scripted()) as handover:
+        assert await take(handover)
+        assert await redeem(handover, Scripted())
+        handover.answering()
+        assert handover.prove(cached) is proof
 
 
 async def test_the_whole_way() -> None:
@@ -178,7 +178,7 @@ async def test_the_whole_way() -> None:
         handover.answering()
         assert handover.prove(99)
     assert handover.stage is Stage.PROVEN
-    assert source.calls[:2] == [("prefill", Tokens(range(99)), 4), ("discard", "ticket-1")]
+    assert source.calls[:2] == [("prefill", PROMPT, 4), ("discard", "ticket-1")]
     assert target.calls == [("redeem", "ticket-1", 2)]
     cost = handover.figures()
     assert cost is not None

@@ -34,7 +34,7 @@ EXCEPTIONS = {("adapter", "asyncio")}  # `to_the_end` is part of what an engine'
 
 # Libraries that only these modules know.
 KNOWN_TO = {
-    "aiohttp": {"app", "engines.llama_server", "load", "processes"},
+    "aiohttp": {"app", "engines.http", "load", "processes"},
     "matplotlib": {"charts"},
     "prometheus_client": {"metrics"},
     "pydantic": {"checked", "config"},
@@ -52,6 +52,7 @@ TESTED_IN = {
     "charts": "test_bench.py",
     "checked": "test_config.py",
     "cli": "test_live_up.py",
+    "engines.http": "test_llama_server.py",
     "fleet": "test_faults.py",
     "growth": "test_many.py",
     "health": "test_faults.py",

@@ -17,12 +17,13 @@ from splitproxy.adapter import Call, Deadlines, SlotState
 from splitproxy.engines.llama_server import LlamaServer
 from splitproxy.engines.slotfile import MAGIC
 from splitproxy.errors import Cause, EngineError, Step
-from splitproxy.model import EngineState, Figures, Ticket, Tokens
+from splitproxy.model import Api, Ask, EngineState, Figures, InVain, Prompt, Ticket, Tokens
 from splitproxy.sessions import SessionStore
 
 URL = "http://engine:8081/base"
 DEADLINES = Deadlines(prefill_silence_s=11, transfer_timeout_s=22, decode_silence_s=33)
-PROMPT = Tokens([5, 6, 7, 8])
+HEAD = Tokens([5, 6, 7, 8])
+PROMPT = Prompt(Tokens([5, 6, 7, 8, 9]), Ask(Api.NATIVE, "/completion", b"{}"))
 TIMINGS = {"cache_n": 1, "prompt_n": 3, "prompt_ms": 12.5, "predicted_n": 1, "predicted_ms": 2.0}
 SECRET = "the prompt's text"
 
@@ -118,7 +119,7 @@ def saving(
     store: SessionStore, wire: Wire, *, data: bytes | None = None, n_saved: int = 4, lie: int = 0
 ) -> Callable[[], Any]:
     """What a save does: the file appears in the folder, and the answer counts it."""
-    content = session_file(PROMPT) if data is None else data
+    content = session_file(HEAD) if data is None else data
 
     async def save() -> dict[str, Any]:
         name = wire.calls[-1][1]["filename"]
@@ -152,8 +153,8 @@ async def test_the_prefill_is_built_from_ids_alone(engine: LlamaServer, store: S
         },
     )
     assert save == ("POST /slots/2?action=save", {"filename": ticket.handle})
-    size = len(session_file(PROMPT))
-    assert ticket == Ticket(ticket.handle, 4, size, cached_tokens=1, prefill_ms=12.5, save_ms=4.5)
+    size = len(session_file(HEAD))
+    assert ticket == Ticket(ticket.handle, 4, size, cached_tokens=1, prefill_ms=12.5, save_ms=4.5, proof_tokens=-12)
     assert (store.folder / ticket.handle).stat().st_mode & 0o777 == 0o600
     assert seen == [(Step.PREFILL, 1, 4), (Step.PREFILL, 4, 4), (Step.SAVE, 4, 4)]
 
@@ -208,8 +209,8 @@ async def test_a_reading_that_fails(
         ({"lie": -1}, Step.CHECK, Cause.CORRUPT, "bytes, but"),
         ({"data": session_file(Tokens([5, 6, 7, 9]))}, Step.CHECK, Cause.CORRUPT, "another prompt"),
         ({"data": session_file(Tokens([5, 6, 7]))}, Step.CHECK, Cause.CORRUPT, "another prompt"),
-        ({"data": session_file(PROMPT, media=1)}, Step.CHECK, Cause.CORRUPT, "another prompt"),
-        ({"data": session_file(PROMPT)[:20]}, Step.CHECK, Cause.CORRUPT, "unusable: its token list"),
+        ({"data": session_file(HEAD, media=1)}, Step.CHECK, Cause.CORRUPT, "another prompt"),
+        ({"data": session_file(HEAD)[:20]}, Step.CHECK, Cause.CORRUPT, "unusable: its token list"),
         ({"data": b"GGUF" * 10}, Step.CHECK, Cause.CORRUPT, "unusable: it starts with"),
     ],
     ids=["no file", "too few tokens", "longer than written", "shorter than written", "another token",
@@ -300,7 +301,7 @@ async def test_a_cancelled_reading_ends_at_once(engine: LlamaServer, wire: Wire)
 async def test_a_ticket_is_redeemed_by_name(engine: LlamaServer, wire: Wire) -> None:
     """The slot restores the ticket's file, and says how many tokens it got."""
     wire.on("POST", "/slots/3?action=restore", {"n_restored": 99, "timings": {"restore_ms": 1.5}})
-    redeemed = await engine.redeem(Ticket("name", 99, 1, 0, 0, 0), 3, DEADLINES)
+    redeemed = await engine.redeem(Ticket("name", 99, 1, 0, 0, 0, 99), 3, DEADLINES)
     assert (redeemed.tokens, redeemed.restore_ms) == (99, 1.5)
     assert wire.calls == [("POST /slots/3?action=restore", {"filename": "name"})]
 
@@ -309,13 +310,13 @@ async def test_a_ticket_is_redeemed_by_name(engine: LlamaServer, wire: Wire) -> 
 async def test_a_restore_without_a_count_restored_nothing(engine: LlamaServer, wire: Wire, n_restored: object) -> None:
     """What is no number of tokens is none."""
     wire.on("POST", "/slots/0?action=restore", {"n_restored": n_restored})
-    assert (await engine.redeem(Ticket("name", 99, 1, 0, 0, 0), 0, DEADLINES)).tokens == 0
+    assert (await engine.redeem(Ticket("name", 99, 1, 0, 0, 0, 99), 0, DEADLINES)).tokens == 0
 
 
 async def test_a_refused_restore_says_so(engine: LlamaServer, wire: Wire) -> None:
     """The engine's reason is passed on with its status."""
     wire.on("POST", "/slots/0?action=restore", {"error": {"message": "Unable to restore slot"}}, status=400)
-    error = await failure(engine.redeem(Ticket("name", 99, 1, 0, 0, 0), 0, DEADLINES))
+    error = await failure(engine.redeem(Ticket("name", 99, 1, 0, 0, 0, 99), 0, DEADLINES))
     assert blame(error) == (Step.RESTORE, Cause.REFUSED, 400)
     assert "Unable to restore slot" in str(error)
 
@@ -324,7 +325,7 @@ async def test_a_discarded_ticket_leaves_no_file(engine: LlamaServer, store: Ses
     """The file goes, and discarding again is no error."""
     name = store.new_name()
     (store.folder / name).touch()
-    ticket = Ticket(name, 1, 1, 0, 0, 0)
+    ticket = Ticket(name, 1, 1, 0, 0, 0, 1)
     await engine.discard(ticket)
     await engine.discard(ticket)
     assert list(store.folder.iterdir()) == []
@@ -482,7 +483,7 @@ async def test_a_sample_is_greedy_and_pinned(engine: LlamaServer, wire: Wire) ->
     sample = await engine.sample(PROMPT, 6, 8, DEADLINES)
     assert (sample.text, sample.logprobs, sample.figures) == ("yes", {4: -0.5}, Figures(1, 3, 12.5, 1, 2.0))
     assert wire.calls[0][1] == {
-        "prompt": [5, 6, 7, 8], "n_predict": 8, "id_slot": 6, "cache_prompt": True, "temperature": 0, "n_probs": 10,
+        "prompt": [5, 6, 7, 8, 9], "n_predict": 8, "id_slot": 6, "cache_prompt": True, "temperature": 0, "n_probs": 10,
     }  # fmt: skip
 
 
@@ -583,3 +584,41 @@ async def test_a_key_goes_with_every_call(store: SessionStore, wire: Wire) -> No
     await engine.close()
     assert [("Authorization", "Bearer k3y") in list(options["headers"]) for options in wire.options] == [True, True]
     assert "k3y" not in repr(engine)
+
+
+# --- what to change
+
+
+@pytest.mark.parametrize(
+    ("error", "advised"),
+    [
+        (EngineError(Step.CONTROL, Cause.REFUSED, "x", status=401), "api_key_env"),
+        (EngineError(Step.CONTROL, Cause.DIED, "x"), "running at this address"),
+        (EngineError(Step.RESTORE, Cause.DIED, "x"), "log tells why"),
+        (EngineError(Step.CONTROL, Cause.REFUSED, "x", status=501), "without --no-slots"),
+        (EngineError(Step.SAVE, Cause.REFUSED, "x", status=501), "--slot-save-path set to the folder"),
+        (EngineError(Step.SAVE, Cause.REFUSED, "x", status=500), "space left"),
+        (EngineError(Step.CHECK, Cause.CORRUPT, "x"), "the same folder"),
+        (EngineError(Step.RESTORE, Cause.REFUSED, "x", status=400), "--kv-unified"),
+        (EngineError(Step.PREFILL, Cause.TIMEOUT, "x"), "too slow"),
+        (EngineError(Step.TOKENIZE, Cause.REFUSED, "x"), "engine's log"),
+    ],
+)
+async def test_advice_fits_the_failure(engine: LlamaServer, error: EngineError, advised: str) -> None:
+    """What to change is said in this engine's own flags."""
+    assert any(advised in text for text in engine.advice(error))
+
+
+@pytest.mark.parametrize("cause", Cause)
+@pytest.mark.parametrize("step", Step)
+async def test_there_is_advice_for_every_failure(engine: LlamaServer, step: Step, cause: Cause) -> None:
+    """No failure leaves its reader without a next step."""
+    found = engine.advice(EngineError(step, cause, "x"))
+    assert found
+    assert all(text.endswith((".", "?")) for text in found)
+
+
+@pytest.mark.parametrize("cause", [None, *InVain])
+async def test_there_is_a_remedy_for_every_cause(engine: LlamaServer, cause: InVain | None) -> None:
+    """Whatever the likely cause of a handover in vain, a warning says what to change."""
+    assert engine.remedy(cause).endswith(".")

@@ -9,13 +9,13 @@ import pytest
 
 from splitproxy.adapter import Deadlines, Engine, Progress, Sample
 from splitproxy.errors import Cause, EngineError, Step
-from splitproxy.handover import REREAD_LIMIT
-from splitproxy.model import Figures, Identity, Redeemed, Ticket, Tokens
-from splitproxy.probe import NOT_REUSED, Check, Probe, Report, advice, compare
+from splitproxy.model import Api, Ask, Figures, Identity, InVain, Prompt, Redeemed, Ticket, Tokens
+from splitproxy.probe import Check, Probe, Report, compare
 
 DEADLINES = Deadlines(1, 1, 1)
 IDENTITY = Identity("b1", "n_params=1", "type=2", "abc", "bos=1", context=4096, slots=2)
 LENGTH = 128
+PROOF = 111
 LOGPROBS = {token: -1.0 - token for token in range(10)}
 
 
@@ -35,6 +35,7 @@ class Scripted:
         self.restored_answer: Sample | None = None
         self.log = log
         self.redeemed = False
+        self.samples_compare = True
 
     async def _call(self, name: str) -> None:
         self.log.append(f"{self.name} {name}")
@@ -49,25 +50,36 @@ class Scripted:
         await self._call("identify")
         return self.identity
 
-    async def tokenize(self, text: str) -> Tokens:
-        await self._call("tokenize")
-        return Tokens(self.vocabulary(word) for word in text.split())
+    async def trial(self, text: str, length_tokens: int) -> Prompt:
+        await self._call("trial")
+        tokens = Tokens(self.vocabulary(word) for word in text.split()).head(length_tokens)
+        return Prompt(tokens, Ask(Api.CHAT, "/", b""))
+
+    async def reads_alike(self, text: str, prompt: Prompt) -> bool:
+        return (await self.trial(text, len(prompt))).tokens == prompt.tokens
+
+    def advice(self, error: EngineError) -> list[str]:
+        return [f"advice of {self.name}"]
+
+    def remedy(self, cause: InVain | None) -> str:
+        return f"remedy of {self.name}"
 
     async def erase(self, slot: int, deadlines: Deadlines) -> None:
         await self._call(f"erase {slot}")
 
-    async def sample(self, prompt: Tokens, slot: int, count: int, deadlines: Deadlines) -> Sample:
+    async def sample(self, prompt: Prompt, slot: int, count: int, deadlines: Deadlines) -> Sample:
         await self._call(f"sample {len(prompt)} {count} on {slot}")
         if not self.redeemed:
-            return replace(self.answer, figures=Figures(0, len(prompt), 500.0, count, 1.0))
+            read = len(prompt) if count else len(prompt) - 1
+            return replace(self.answer, figures=Figures(0, read, 500.0, count, 1.0))
         cached = len(prompt) - 1 if self.cached is None else self.cached
         figures = Figures(cached, len(prompt) - cached, 1.0, count, 1.0)
         return replace(self.restored_answer or self.answer, figures=figures)
 
-    async def prefill(self, prompt: Tokens, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
+    async def prefill(self, prompt: Prompt, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
         await self._call(f"prefill {len(prompt)} on {slot}")
         progress(Step.PREFILL, 1, len(prompt))
-        return Ticket("t", len(prompt), 3 * 2**20, 27, prefill_ms=100.0, save_ms=12.0)
+        return Ticket("t", len(prompt) - 1, 3 * 2**20, 27, prefill_ms=100.0, save_ms=12.0, proof_tokens=PROOF)
 
     async def redeem(self, ticket: Ticket, slot: int, deadlines: Deadlines) -> Redeemed:
         await self._call(f"redeem on {slot}")
@@ -109,11 +121,29 @@ async def test_the_order_of_the_self_test() -> None:
     assert [check.name for check in report.checks] == STEPS
     assert pair.seen == report.checks
     assert pair.log == [
-        "reader identify", "writer identify", "writer tokenize", "reader tokenize",
-        "writer erase 5", f"writer sample {LENGTH - 1} 0 on 5", f"writer sample {LENGTH} 8 on 5",
-        f"reader prefill {LENGTH - 1} on 3", "writer erase 5", "writer redeem on 5", f"writer sample {LENGTH} 8 on 5",
+        "reader identify", "writer identify", "writer trial", "reader trial",
+        "writer erase 5", f"writer sample {LENGTH} 0 on 5", f"writer sample {LENGTH} 8 on 5",
+        f"reader prefill {LENGTH} on 3", "writer erase 5", "writer redeem on 5", f"writer sample {LENGTH} 8 on 5",
         "reader discard t", "writer erase 5", "reader erase 3",
     ]  # fmt: skip
+
+
+async def test_where_samples_tell_nothing_no_texts_are_compared() -> None:
+    """An engine that refuses foreign sessions itself is not asked for a text, and what it reads is another prompt."""
+    pair = Pair()
+    pair.target.samples_compare = False
+    report = await pair.run()
+    assert report.passed
+    assert [check.name for check in report.checks] == STEPS[:-1]
+    assert pair.log[4:7] == ["writer erase 5", "writer trial", f"writer sample {LENGTH} 0 on 5"]
+    assert not any(f"sample {LENGTH} 8" in call for call in pair.log[: pair.log.index("writer redeem on 5")])
+
+
+def test_what_is_not_told_is_no_difference() -> None:
+    """Only what both engines tell can differ; what decides about session files is part of it."""
+    assert compare(IDENTITY, replace(IDENTITY, model=None, session="context 1")) == []
+    told = replace(IDENTITY, session="context 2")
+    assert compare(told, replace(IDENTITY, session="context 1")) == ["session differs: context 2 and context 1"]
 
 
 async def test_the_figures_of_the_self_test() -> None:
@@ -156,28 +186,22 @@ def refused(step: Step, status: int | None = 400) -> EngineError:
 
 
 @pytest.mark.parametrize(
-    ("engine", "call", "error", "name", "advised"),
+    ("engine", "call", "error", "name"),
     [
-        ("source", "identify", refused(Step.CONTROL, 401), "identity", "api_key_env"),
-        ("source", "identify", EngineError(Step.CONTROL, Cause.DIED, "said no"), "identity", "running at this address"),
-        ("target", "identify", refused(Step.CONTROL, 501), "identity", "without --no-slots"),
-        ("target", "identify", refused(Step.CONTROL, None), "identity", "engine's log"),
-        ("target", "tokenize", refused(Step.TOKENIZE), "tokens", "engine's log"),
-        ("source", "tokenize", refused(Step.TOKENIZE), "tokens", "engine's log"),
-        ("target", "erase 5", refused(Step.CONTROL, 501), "own reading", "--slot-save-path"),
-        ("target", "sample 127 0 on 5", refused(Step.DECODE, 500), "own reading", "engine's log"),
-        ("source", "prefill 127 on 3", EngineError(Step.PREFILL, Cause.TIMEOUT, "said no"), "read", "too slow"),
-        ("source", "prefill 127 on 3", EngineError(Step.PREFILL, Cause.DIED, "said no"), "read", "running at this"),
-        ("source", "prefill 127 on 3", refused(Step.SAVE, 501), "saved", "--slot-save-path set to the folder"),
-        ("source", "prefill 127 on 3", refused(Step.SAVE, 500), "saved", "space left"),
-        ("source", "prefill 127 on 3", EngineError(Step.CHECK, Cause.CORRUPT, "said no"), "file", "the same folder"),
-        ("target", "redeem on 5", refused(Step.RESTORE), "restored", "--kv-unified"),
-        ("target", "redeem on 5", EngineError(Step.RESTORE, Cause.DIED, "said no"), "restored", "log tells why"),
+        ("source", "identify", refused(Step.CONTROL), "identity"),
+        ("target", "identify", refused(Step.CONTROL), "identity"),
+        ("target", "trial", refused(Step.TOKENIZE), "tokens"),
+        ("source", "trial", refused(Step.TOKENIZE), "tokens"),
+        ("target", "erase 5", refused(Step.CONTROL, 501), "own reading"),
+        ("target", "sample 128 0 on 5", refused(Step.DECODE, 500), "own reading"),
+        ("source", "prefill 128 on 3", EngineError(Step.PREFILL, Cause.TIMEOUT, "said no"), "read"),
+        ("source", "prefill 128 on 3", refused(Step.SAVE, 501), "saved"),
+        ("source", "prefill 128 on 3", EngineError(Step.CHECK, Cause.CORRUPT, "said no"), "file"),
+        ("target", "redeem on 5", refused(Step.RESTORE), "restored"),
+        ("target", "redeem on 5", EngineError(Step.RESTORE, Cause.DIED, "said no"), "restored"),
     ],
 )
-async def test_each_failing_step_gives_its_advice(
-    engine: str, call: str, error: EngineError, name: str, advised: str
-) -> None:
+async def test_each_failing_step_gives_its_advice(engine: str, call: str, error: EngineError, name: str) -> None:
     """The step that failed is named, says what the engine said, and what to change; nothing is left behind."""
     pair = Pair()
     getattr(pair, engine).failing[call] = error
@@ -186,15 +210,9 @@ async def test_each_failing_step_gives_its_advice(
     assert report.fault == f"{name}: said no"
     assert [check.passed for check in report.checks] == [True] * (len(report.checks) - 1) + [False]
     assert pair.seen == report.checks
-    assert any(advised in text for text in report.advice), report.advice
+    advised = "reader" if error.step in (Step.PREFILL, Step.SAVE, Step.CHECK) else "writer"
+    assert report.advice == [f"advice of {advised}"]
     pair.assert_clean()
-
-
-@pytest.mark.parametrize("cause", Cause)
-@pytest.mark.parametrize("step", Step)
-def test_there_is_advice_for_every_failure(step: Step, cause: Cause) -> None:
-    """No failure leaves its reader without a next step."""
-    assert all(text.endswith((".", "?")) for text in advice(EngineError(step, cause, "x")))
 
 
 async def test_engines_that_read_text_differently_are_no_pair() -> None:
@@ -216,9 +234,7 @@ async def test_a_restore_of_other_tokens_fails() -> None:
     pair.assert_clean()
 
 
-@pytest.mark.parametrize(
-    ("cached", "passed"), [(0, False), (LENGTH - 2 - REREAD_LIMIT, False), (LENGTH - 1 - REREAD_LIMIT, True)]
-)
+@pytest.mark.parametrize(("cached", "passed"), [(0, False), (PROOF - 1, False), (PROOF, True)])
 async def test_a_restore_that_is_not_used_fails(cached: int, passed: bool) -> None:
     """What counts is the engine's own number of reused tokens; a few read again are a model's way."""
     pair = Pair()
@@ -227,7 +243,7 @@ async def test_a_restore_that_is_not_used_fails(cached: int, passed: bool) -> No
     assert report.passed is passed
     if not passed:
         assert report.fault == f"reused: cache_n {cached} of {LENGTH} tokens"
-        assert report.advice == NOT_REUSED
+        assert report.advice == ["remedy of writer"]
     pair.assert_clean()
 
 
@@ -269,9 +285,9 @@ async def test_other_weights_are_found_by_their_answer(
     ("engine", "call"),
     [
         ("source", "identify"),
-        ("target", "tokenize"),
-        ("target", "sample 127 0 on 5"),
-        ("source", "prefill 127 on 3"),
+        ("target", "trial"),
+        ("target", "sample 128 0 on 5"),
+        ("source", "prefill 128 on 3"),
         ("target", "redeem on 5"),
         ("target", "sample 128 8 on 5"),
     ],

@@ -11,6 +11,7 @@ import gguf
 import pytest
 
 from splitproxy import tokenize
+from splitproxy.adapter import Encode
 from splitproxy.assembly import make_tokenizer
 from splitproxy.config import Config
 from splitproxy.errors import Cause, ConfigError, EngineError, Step
@@ -49,6 +50,10 @@ class Engine:
             raise self.errors.pop(0)
         self.asked.append(text)
         return self.codec.encode(text)
+
+    async def disagreement(self, text: str, encode: Encode) -> str:
+        theirs, ours = await self.tokenize(text), await encode(text)
+        return "" if ours == theirs else trials.difference(text, ours, theirs)
 
 
 @pytest.fixture

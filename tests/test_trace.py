@@ -7,7 +7,7 @@ import pytest
 from splitproxy import trace as trace_module
 from splitproxy.adapter import Deadlines, Engine
 from splitproxy.handover import Handover, Stage
-from splitproxy.model import GAP_BOUNDS_S, Api, Failure, Figures, Gaps, Outcome, Redeemed, Ticket, Tokens
+from splitproxy.model import GAP_BOUNDS_S, Api, Ask, Failure, Figures, Gaps, Outcome, Prompt, Redeemed, Ticket, Tokens
 from splitproxy.trace import Trace
 
 
@@ -67,11 +67,12 @@ def test_the_first_piece_and_the_gaps_after_it(trace: Trace) -> None:
 )
 def test_what_became_of_the_handover(trace: Trace, stage: Stage, effective: bool | None) -> None:
     """Only a handover that was judged was effective or not."""
-    handover = Handover(Tokens([1, 2, 3]), cast("Engine", None), Deadlines(1, 1, 1), stage)
+    prompt = Prompt(Tokens([1, 2, 3]), Ask(Api.CHAT, "/", b""))
+    handover = Handover(prompt, cast("Engine", None), Deadlines(1, 1, 1), stage)
     trace.handover = handover
     assert trace.record().effective is effective
     assert trace.record().handover is None
-    handover.ticket, handover.redeemed = Ticket("t", 2, 100, 1, 5.0, 6.0), Redeemed(2, 7.0)
+    handover.ticket, handover.redeemed = Ticket("t", 2, 100, 1, 5.0, 6.0, 2), Redeemed(2, 7.0)
     handover.failure = Failure("restore", "died")
     record = trace.record()
     assert record.handover is not None

@@ -3,7 +3,7 @@
 import pytest
 
 from splitproxy.model import Figures, InVain
-from splitproxy.verdict import ADVICE, Circumstances, likely_cause
+from splitproxy.verdict import Circumstances, likely_cause
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,3 @@ def test_the_likely_cause(cached: int, read: int, proven: int, others: bool, cau
     """What was read, what was ever reused, and who else was there tell the causes apart."""
     seen = Circumstances(1000, Figures(cached, read, 1.0, 1, 1.0), proven, others)
     assert likely_cause(seen) is cause
-
-
-def test_every_cause_has_advice() -> None:
-    """Whatever the cause, a warning says what to change."""
-    assert set(ADVICE) == set(InVain)

@@ -1,33 +1,32 @@
 """The adapter for llama.cpp's own HTTP server, unmodified. The only module that knows its paths and fields.
 
 The rules that keep a llama-server healthy are kept here: every generating request is pinned, prefills stream with
-progress (so that closing the connection stops them), saved files are checked before anybody restores them (a truncated
-one ends the process), and every connection is fresh (the server closes idle and just-streamed ones unannounced).
+progress (so that closing the connection stops them), and saved files are checked before anybody restores them (a
+truncated one ends the process).
 """
 
-import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import aiohttp
 import orjson
-from yarl import URL
 
-from splitproxy.adapter import Answer, Call, Deadlines, Progress, Sample, SlotState, to_the_end
+from splitproxy.adapter import Deadlines, Encode, Progress, Sample, SlotState, to_the_end
+from splitproxy.engines.http import CONTROL_TIMEOUT_S, HttpEngine, figures, require_ok, timing, translated, well_formed
 from splitproxy.engines.slotfile import read_head
 from splitproxy.errors import Cause, EngineError, Step
-from splitproxy.model import EngineState, Figures, Identity, Redeemed, Ticket, Tokens
+from splitproxy.model import Api, Ask, EngineState, Figures, Identity, InVain, Prompt, Redeemed, Ticket, Tokens
 from splitproxy.sessions import SessionStore
-from splitproxy.sse import EventReader
+from splitproxy.sse import EventReader, is_comment
+from splitproxy.vocab.trials import difference
+from splitproxy.wire import pin
 
 log = logging.getLogger(__name__)
 
-CONTROL_TIMEOUT_S = 10.0
 TOKENIZE_TIMEOUT_S = 60.0
-CONNECT_TIMEOUT_S = 5.0
+# Tokens that may be read again after a restore while the session still counts as used. Sliding-window models go back to
+# a checkpoint a few tokens before the end; more means that it was not used.
+REREAD_LIMIT = 16
 # Text whose ids differ between vocabularies: scripts, digits, white space, an emoji with joiners.
 _VOCABULARY_PROBE = (
     "The 1234567 quick\tfoxes'll  jump\n\n\u00e9\u00df \u4f60\u597d \u043f\u0440\u0438\u0432\u0435\u0442 "
@@ -35,47 +34,26 @@ _VOCABULARY_PROBE = (
 )
 
 
-class LlamaServer:
+class LlamaServer(HttpEngine):
     """One llama-server at `url`. Must be closed."""
 
     def __init__(self, name: str, url: str, api_key: str, store: SessionStore) -> None:
-        self.name = name
-        self._url = url
+        super().__init__(name, url, api_key)
         self._store = store
-        self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._calls: set[asyncio.Timeout] = set()
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True, limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept-Encoding", "Content-Type"),
-            trust_env=False,
-        )
-
-    async def close(self) -> None:
-        await self._http.close()
-
-    def abort(self) -> None:
-        """End all work that is under way: the engine is given up."""
-        now = asyncio.get_running_loop().time()
-        for timeout in self._calls:
-            if not timeout.expired():
-                timeout.reschedule(now)
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineState:
         try:
-            with _translated(Step.CONTROL):
-                async with self._request("GET", "/health", timeout_s=CONTROL_TIMEOUT_S) as response:
+            with translated(Step.CONTROL):
+                async with self.request("GET", "/health", timeout_s=CONTROL_TIMEOUT_S) as response:
                     return {200: EngineState.READY, 503: EngineState.LOADING}.get(response.status, EngineState.DOWN)
         except EngineError:
             return EngineState.DOWN
 
     async def identify(self) -> Identity:
-        props = await self._json(Step.CONTROL, "GET", "/props")
-        models = await self._json(Step.CONTROL, "GET", "/v1/models")
+        props = await self.json(Step.CONTROL, "GET", "/props")
+        models = await self.json(Step.CONTROL, "GET", "/v1/models")
         await self._slots()
         probe = await self.tokenize(_VOCABULARY_PROBE)
         try:
@@ -99,7 +77,7 @@ class LlamaServer:
     # -- text to tokens ------------------------------------------------------------------------------------------------
 
     async def render(self, body: bytes) -> str:
-        answer = await self._json(
+        answer = await self.json(
             Step.TOKENIZE, "POST", "/apply-template", body, timeout_s=TOKENIZE_TIMEOUT_S, private=True
         )
         if not isinstance(prompt := answer.get("prompt"), str):
@@ -108,7 +86,7 @@ class LlamaServer:
 
     async def tokenize(self, text: str) -> Tokens:
         body = {"content": text, "add_special": True, "parse_special": True}
-        answer = await self._json(
+        answer = await self.json(
             Step.TOKENIZE, "POST", "/tokenize", orjson.dumps(body), timeout_s=TOKENIZE_TIMEOUT_S, private=True
         )
         try:
@@ -116,20 +94,40 @@ class LlamaServer:
         except (KeyError, TypeError, OverflowError):
             raise EngineError(Step.TOKENIZE, Cause.REFUSED, "/tokenize gave no list of ids") from None
 
+    async def disagreement(self, text: str, encode: Encode) -> str:
+        theirs, ours = await self.tokenize(text), await encode(text)
+        return "" if ours == theirs else difference(text, ours, theirs)
+
+    async def trial(self, text: str, length_tokens: int) -> Prompt:
+        tokens = (await self.tokenize(text)).head(length_tokens)
+        return Prompt(tokens, Ask(Api.NATIVE, "/completion", b"{}", prompt=tuple(tokens.to_list())))
+
+    async def reads_alike(self, text: str, prompt: Prompt) -> bool:
+        return (await self.tokenize(text)).head(len(prompt)) == prompt.tokens
+
     # -- a session on its way ------------------------------------------------------------------------------------------
 
-    async def prefill(self, prompt: Tokens, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
-        figures = await self._read(prompt, slot, deadlines, progress)
-        progress(Step.SAVE, len(prompt), len(prompt))
+    async def prefill(self, prompt: Prompt, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
+        # All but the last token: a recurrent model's state exists at its last position alone, and the decode engine has
+        # to evaluate one token in any case.
+        head = _moved(prompt)
+        read = await self._read(head, slot, deadlines, progress)
+        progress(Step.SAVE, len(head), len(head))
         name = self._store.new_name()
         try:
-            saved = await to_the_end(self._slot_action(Step.SAVE, slot, "save", name, deadlines))
-            session_bytes = await self._check(name, saved, prompt)
+            saved = await to_the_end(self.slot_action(Step.SAVE, slot, "save", name, deadlines))
+            session_bytes = await self._check(name, saved, head)
         except BaseException:
             await to_the_end(self._store.remove(name))
             raise
         return Ticket(
-            name, len(prompt), session_bytes, figures.cached_tokens, figures.prompt_ms, _timing(saved, "save_ms")
+            name,
+            len(head),
+            session_bytes,
+            read.cached_tokens,
+            read.prompt_ms,
+            timing(saved, "save_ms"),
+            proof_tokens=len(head) - REREAD_LIMIT,
         )
 
     async def _read(self, prompt: Tokens, slot: int, deadlines: Deadlines, progress: Progress) -> Figures:
@@ -143,16 +141,16 @@ class LlamaServer:
             "return_progress": True,
         }
         events = EventReader()
-        reading = self._request("POST", "/completion", orjson.dumps(body), silence_s=deadlines.prefill_silence_s)
-        with _translated(Step.PREFILL):
-            async with self._abortable(), reading as response:
-                await _require_ok(Step.PREFILL, response)
+        reading = self.request("POST", "/completion", orjson.dumps(body), silence_s=deadlines.prefill_silence_s)
+        with translated(Step.PREFILL):
+            async with self.abortable(), reading as response:
+                await require_ok(Step.PREFILL, response)
                 async for chunk in response.content.iter_any():
                     for data in events.feed(chunk):
-                        with _well_formed(Step.PREFILL, "/completion"):
-                            figures = _prefill_event(data, prompt, progress)
-                        if figures is not None:
-                            return figures
+                        with well_formed(Step.PREFILL, "/completion"):
+                            read = _prefill_event(data, prompt, progress)
+                        if read is not None:
+                            return read
         raise EngineError(Step.PREFILL, Cause.DIED, "the engine ended the stream before the prompt was read")
 
     async def _check(self, name: str, saved: dict[str, Any], prompt: Tokens) -> int:
@@ -178,19 +176,19 @@ class LlamaServer:
         return head.size_bytes
 
     async def redeem(self, ticket: Ticket, slot: int, deadlines: Deadlines) -> Redeemed:
-        answer = await to_the_end(self._slot_action(Step.RESTORE, slot, "restore", ticket.handle, deadlines))
+        answer = await to_the_end(self.slot_action(Step.RESTORE, slot, "restore", ticket.handle, deadlines))
         restored = answer.get("n_restored")
-        return Redeemed(restored if type(restored) is int else 0, _timing(answer, "restore_ms"))
+        return Redeemed(restored if type(restored) is int else 0, timing(answer, "restore_ms"))
 
     async def discard(self, ticket: Ticket) -> None:
         await self._store.remove(ticket.handle)
 
     async def erase(self, slot: int, deadlines: Deadlines) -> None:
-        await to_the_end(self._slot_action(Step.CONTROL, slot, "erase", None, deadlines))
+        await to_the_end(self.slot_action(Step.CONTROL, slot, "erase", None, deadlines))
 
     async def slots(self) -> dict[int, SlotState]:
         entries = await self._slots()
-        with _well_formed(Step.CONTROL, "/slots"):
+        with well_formed(Step.CONTROL, "/slots"):
             # A slot that has not run a request yet does not tell how many tokens it holds.
             return {
                 entry.get("id", place): SlotState(
@@ -201,198 +199,97 @@ class LlamaServer:
 
     async def newest_task(self) -> int | None:
         entries = await self._slots()
-        with _well_formed(Step.CONTROL, "/slots"):
+        with well_formed(Step.CONTROL, "/slots"):
             numbered = [(entry["id_task"], entry["id"]) for entry in entries if type(entry.get("id_task")) is int]
             return max(numbered)[1] if numbered else None
 
     async def _slots(self) -> list[dict[str, Any]]:
-        slots: list[dict[str, Any]] = await self._json(Step.CONTROL, "GET", "/slots", shape=list)
+        slots: list[dict[str, Any]] = await self.json(Step.CONTROL, "GET", "/slots", shape=list)
         return slots
-
-    async def _slot_action(
-        self, step: Step, slot: int, action: str, name: str | None, deadlines: Deadlines
-    ) -> dict[str, Any]:
-        body = orjson.dumps({"filename": name} if name is not None else {})
-        target = f"/slots/{slot}?action={action}"
-        with _translated(step):
-            async with self._abortable():
-                timeout_s = deadlines.transfer_timeout_s
-                answer: dict[str, Any] = await self._json(step, "POST", target, body, timeout_s=timeout_s)
-        return answer
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    async def sample(self, prompt: Tokens, slot: int, count: int, deadlines: Deadlines) -> Sample:
+    @property
+    def samples_compare(self) -> bool:
+        return True
+
+    async def sample(self, prompt: Prompt, slot: int, count: int, deadlines: Deadlines) -> Sample:
         body = {
-            "prompt": prompt.to_list(),
+            "prompt": (prompt.tokens if count else _moved(prompt)).to_list(),
             "n_predict": count,
             "id_slot": slot,
             "cache_prompt": True,
             "temperature": 0,
             "n_probs": 10 if count else 0,
         }
-        answer = await self._json(
+        answer = await self.json(
             Step.DECODE, "POST", "/completion", orjson.dumps(body), timeout_s=deadlines.decode_silence_s, private=True
         )
-        with _well_formed(Step.DECODE, "/completion"):
+        with well_formed(Step.DECODE, "/completion"):
             tops = (answer.get("completion_probabilities") or [{}])[0].get("top_logprobs") or []
             logprobs = {top["id"]: float(top["logprob"]) for top in tops if top.get("logprob") is not None}
-            return Sample(str(answer.get("content", "")), logprobs, _figures(answer.get("timings") or {}))
+            return Sample(str(answer.get("content", "")), logprobs, figures(answer.get("timings") or {}))
 
-    @asynccontextmanager
-    async def call(self, call: Call, deadlines: Deadlines) -> AsyncGenerator[Answer]:
-        silence_s = deadlines.decode_silence_s if call.streams else None
-        with _translated(Step.DECODE):
-            async with self._abortable() as timeout:
-                silence = _Silence(timeout, silence_s)
-                try:
-                    async with self._request(call.method, call.target, call.body, headers=call.headers) as response:
-                        yield _HttpAnswer(response, silence)
-                finally:
-                    silence.end()
+    def pinned(self, ask: Ask, slot: int | None) -> bytes:
+        return pin(ask, slot)
 
-    @asynccontextmanager
-    async def _abortable(self) -> AsyncGenerator[asyncio.Timeout]:
-        """A stretch of work that `abort` can end."""
-        async with asyncio.timeout(None) as timeout:
-            self._calls.add(timeout)
-            try:
-                yield timeout
-            finally:
-                self._calls.discard(timeout)
+    def is_preamble(self, chunk: bytes) -> bool:
+        return is_comment(chunk)
 
-    # -- HTTP ----------------------------------------------------------------------------------------------------------
+    # -- what to change ------------------------------------------------------------------------------------------------
 
-    def _request(
-        self,
-        method: str,
-        target: str,
-        body: bytes | AsyncIterator[bytes] | None = None,
-        *,
-        headers: Sequence[tuple[str, str]] | None = None,
-        timeout_s: float | None = None,
-        silence_s: float | None = None,
-    ) -> Any:
-        json_type = [("Content-Type", "application/json")] if body is not None else []
-        return self._http.request(
-            method,
-            URL(self._url + target, encoded=True),
-            data=body,
-            headers=[*(json_type if headers is None else headers), *self._key.items()],
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s),
-        )
+    def advice(self, error: EngineError) -> list[str]:
+        if (general := super().advice(error)) is not None:
+            return general
+        if error.status == 501:
+            return ["Start the engine with --slot-save-path set to the folder of split.dir, and without --no-slots."]
+        return ADVICE.get(error.step, ["See the engine's log."])
 
-    async def _json(
-        self,
-        step: Step,
-        method: str,
-        target: str,
-        body: bytes | None = None,
-        *,
-        timeout_s: float = CONTROL_TIMEOUT_S,
-        private: bool = False,
-        shape: type[dict[Any, Any] | list[Any]] = dict,
-    ) -> Any:
-        """One control call. `private` keeps the engine's error text out of ours: it may quote the request."""
-        with _translated(step):
-            async with self._request(method, target, body, timeout_s=timeout_s) as response:
-                await _require_ok(step, response, private=private)
-                text = await response.read()
-        try:
-            found = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            found = None
-        if not isinstance(found, shape):
-            wanted = "object" if shape is dict else "list"
-            raise EngineError(step, Cause.REFUSED, f"{target.partition('?')[0]} gave no JSON {wanted}")
-        return found
+    def remedy(self, cause: InVain | None) -> str:
+        return REMEDIES[cause]
 
 
-class _Silence:
-    """Ends a call whose engine falls silent. Its timer is moved when it rings, not with each piece of the answer."""
+ADVICE = {
+    Step.SAVE: ["Is the folder of --slot-save-path writable for the engine, and is there space left?"],
+    Step.CHECK: ["split.dir and both engines' --slot-save-path must be the same folder, readable for this process."],
+    Step.RESTORE: [
+        "Both engines need the same build, the same -ctk, -ctv and -fa, and the same model.",
+        "A decode engine with more than one slot needs --kv-unified; its context must hold the prompt.",
+        "Both engines' --slot-save-path must be the folder of split.dir.",
+        "The decode engine's log names the reason.",
+    ],
+}
 
-    def __init__(self, timeout: asyncio.Timeout, limit_s: float | None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._timeout = timeout
-        self._limit_s = limit_s or 0.0
-        self._since: float | None = self._loop.time()  # None: it is the client that is waited for
-        self._timer = self._loop.call_later(self._limit_s, self._ring) if limit_s else None
-
-    def begin(self) -> None:
-        """The engine is waited for."""
-        self._since = self._loop.time()
-
-    def pause(self) -> None:
-        """The engine has said something, and now the client is waited for."""
-        self._since = None
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _ring(self) -> None:
-        now = self._loop.time()
-        due = (now if self._since is None else self._since) + self._limit_s
-        if due > now:
-            self._timer = self._loop.call_at(due, self._ring)
-        elif not self._timeout.expired():
-            self._timeout.reschedule(now)
-
-
-class _HttpAnswer:
-    def __init__(self, response: aiohttp.ClientResponse, silence: _Silence) -> None:
-        self._response = response
-        self._silence = silence
-        self.status = response.status
-        self.headers: Sequence[tuple[str, str]] = tuple(response.headers.items())
-        self.media_type = response.content_type
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        silence, read = self._silence, self._response.content.readany
-        with _translated(Step.DECODE):
-            silence.begin()
-            while chunk := await read():
-                silence.pause()
-                yield chunk
-                silence.begin()
+REMEDIES: dict[InVain | None, str] = {
+    None: (
+        "The restore reported success, yet the prompt was read again. For a model with a sliding window the decode "
+        "engine needs a build that keeps checkpoints in session files and --ctx-checkpoints of 1 or more on both "
+        "engines, or --swa-full on an older build. A decode engine with several slots must not clear idle ones: start "
+        "it with --kv-unified --cache-ram 0. Other traffic on the decode engine, past the proxy, overwrites what was "
+        "restored."
+    ),
+    InVain.TEMPLATE_DRIFT: (
+        "The decode engine reads another text than the one that was counted: does its chat template use the time or "
+        "random ids, and do both engines have the same template? Keep such requests local with split.policy = "
+        '"never", or change the template.'
+    ),
+    InVain.CLEARED_SLOTS: (
+        "The decode engine clears slots that are idle while others work: start it with --kv-unified --cache-ram 0."
+    ),
+    InVain.NO_CHECKPOINTS: (
+        "A model with a sliding window or a recurrent state needs a build that keeps checkpoints in session files and "
+        "--ctx-checkpoints of 1 or more on both engines, or --swa-full on an older build."
+    ),
+    InVain.OTHER_TRAFFIC: (
+        "Something else than this proxy uses the decode engine and overwrites what was restored, or the engine is "
+        "started without --cache-ram 0."
+    ),
+}
 
 
-@contextmanager
-def _translated(step: Step) -> Iterator[None]:
-    """Turn the HTTP client's errors into ours."""
-    try:
-        yield
-    except TimeoutError:
-        raise EngineError(step, Cause.TIMEOUT, "the engine did not answer in time") from None
-    except (aiohttp.ClientError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        raise EngineError(step, Cause.DIED, f"the connection to the engine failed: {reason}") from None
-
-
-@contextmanager
-def _well_formed(step: Step, source: str) -> Iterator[None]:
-    """Turn what fails on JSON of another shape than expected into an engine's error."""
-    try:
-        yield
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        raise EngineError(step, Cause.CORRUPT, f"{source} answered in an unknown shape") from None
-
-
-async def _require_ok(step: Step, response: aiohttp.ClientResponse, *, private: bool = False) -> None:
-    if response.status == 200:
-        return
-    message = f"the engine answered {response.status}"
-    if not private:
-        message += f": {_error_message(await response.read())}"
-    raise EngineError(step, Cause.REFUSED, message, status=response.status)
-
-
-def _error_message(text: bytes) -> str:
-    try:
-        return str(orjson.loads(text)["error"]["message"])[:300]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return "without a reason"
+def _moved(prompt: Prompt) -> Tokens:
+    """What a handover moves of a prompt."""
+    return prompt.tokens.head(len(prompt) - 1)
 
 
 def _prefill_event(data: bytes, prompt: Tokens, progress: Progress) -> Figures | None:
@@ -405,30 +302,15 @@ def _prefill_event(data: bytes, prompt: Tokens, progress: Progress) -> Figures |
         raise EngineError(Step.PREFILL, Cause.CORRUPT, "the engine's progress is no JSON object")
     if error := event.get("error"):
         raise EngineError(Step.PREFILL, Cause.REFUSED, f"the engine stopped: {error.get('type', 'error')}")
-    if told := event.get("prompt_progress"):
-        progress(Step.PREFILL, int(told.get("processed", 0)), int(told.get("total", len(prompt))))
+    if read := event.get("prompt_progress"):
+        progress(Step.PREFILL, int(read.get("processed", 0)), int(read.get("total", len(prompt))))
     if not event.get("stop"):
         return None
-    figures = _figures(event.get("timings") or {})
-    if figures.cached_tokens + figures.read_tokens != len(prompt) or event.get("truncated"):
-        message = f"{figures.cached_tokens + figures.read_tokens} tokens were read instead of {len(prompt)}"
+    told = figures(event.get("timings") or {})
+    if told.cached_tokens + told.read_tokens != len(prompt) or event.get("truncated"):
+        message = f"{told.cached_tokens + told.read_tokens} tokens were read instead of {len(prompt)}"
         raise EngineError(Step.PREFILL, Cause.CORRUPT, message)
-    return figures
-
-
-def _figures(timings: dict[str, Any]) -> Figures:
-    return Figures(
-        cached_tokens=int(timings.get("cache_n", 0)),
-        read_tokens=int(timings.get("prompt_n", 0)),
-        prompt_ms=float(timings.get("prompt_ms", 0.0)),
-        answer_tokens=int(timings.get("predicted_n", 0)),
-        answer_ms=float(timings.get("predicted_ms", 0.0)),
-    )
-
-
-def _timing(answer: dict[str, Any], name: str) -> float:
-    with _well_formed(Step.CONTROL, "a slot action"):
-        return float((answer.get("timings") or {}).get(name, 0.0))
+    return told
 
 
 def _digest(data: bytes) -> str:

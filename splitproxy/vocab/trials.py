@@ -5,6 +5,8 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
+from splitproxy.model import Tokens
+
 _SCRIPTED = {
     "plain text": (
         "a",
@@ -165,3 +167,11 @@ def every_word(words: Mapping[bytes, int]) -> Iterator[str]:
             lines = []
     if lines:
         yield "\n".join(lines)
+
+
+def difference(text: str, ours: Tokens, theirs: Tokens) -> str:
+    """Where two readings of a text of our own part, for people."""
+    shared = ours.common_prefix(theirs)
+    here, there = ours.to_list()[shared : shared + 4], theirs.to_list()[shared : shared + 4]
+    excerpt = ascii(text if len(text) <= 60 else text[:60] + "...")
+    return f"in {excerpt}, from token {shared} on, the engine has {there} and this file {here}"

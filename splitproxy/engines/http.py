@@ -1,0 +1,242 @@
+"""What adapters of HTTP servers share: one client session, control calls, slot actions, and answers as they arrive.
+
+An adapter of one kind of server builds on `HttpEngine` and knows that server's paths and fields; nothing here does.
+Every connection is fresh: servers close idle and just-streamed ones unannounced.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from splitproxy.adapter import Answer, Call, Deadlines
+from splitproxy.errors import Cause, EngineError, Step
+from splitproxy.model import Figures
+
+CONTROL_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+
+
+class HttpEngine:
+    """One HTTP server at `url`. Must be closed."""
+
+    def __init__(self, name: str, url: str, api_key: str) -> None:
+        self.name = name
+        self._url = url
+        self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._calls: set[asyncio.Timeout] = set()
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True, limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept-Encoding", "Content-Type"),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    def abort(self) -> None:
+        """End all work that is under way: the engine is given up."""
+        now = asyncio.get_running_loop().time()
+        for timeout in self._calls:
+            if not timeout.expired():
+                timeout.reschedule(now)
+
+    async def slot_action(
+        self, step: Step, slot: int, action: str, name: str | None, deadlines: Deadlines
+    ) -> dict[str, Any]:
+        body = orjson.dumps({"filename": name} if name is not None else {})
+        target = f"/slots/{slot}?action={action}"
+        with translated(step):
+            async with self.abortable():
+                timeout_s = deadlines.transfer_timeout_s
+                answer: dict[str, Any] = await self.json(step, "POST", target, body, timeout_s=timeout_s)
+        return answer
+
+    def advice(self, error: EngineError) -> list[str] | None:
+        """What to change when a server of any kind failed this way; None where it depends on the kind."""
+        if error.cause is Cause.DIED:
+            return ["Is the engine running at this address? Its log tells why it ended."]
+        if error.cause is Cause.TIMEOUT:
+            return ["The engine is too slow for the deadline, or hangs: see its log."]
+        if error.status in (401, 403):
+            return ["The engine wants an API key: name the variable that holds it in api_key_env."]
+        return None
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def call(self, call: Call, deadlines: Deadlines) -> AsyncGenerator[Answer]:
+        silence_s = deadlines.decode_silence_s if call.streams else None
+        with translated(Step.DECODE):
+            async with self.abortable() as timeout:
+                silence = Silence(timeout, silence_s)
+                try:
+                    async with self.request(call.method, call.target, call.body, headers=call.headers) as response:
+                        yield HttpAnswer(response, silence)
+                finally:
+                    silence.end()
+
+    @asynccontextmanager
+    async def abortable(self) -> AsyncGenerator[asyncio.Timeout]:
+        """A stretch of work that `abort` can end."""
+        async with asyncio.timeout(None) as timeout:
+            self._calls.add(timeout)
+            try:
+                yield timeout
+            finally:
+                self._calls.discard(timeout)
+
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        method: str,
+        target: str,
+        body: bytes | AsyncIterator[bytes] | None = None,
+        *,
+        headers: Sequence[tuple[str, str]] | None = None,
+        timeout_s: float | None = None,
+        silence_s: float | None = None,
+    ) -> Any:
+        json_type = [("Content-Type", "application/json")] if body is not None else []
+        return self._http.request(
+            method,
+            URL(self._url + target, encoded=True),
+            data=body,
+            headers=[*(json_type if headers is None else headers), *self._key.items()],
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s),
+        )
+
+    async def json(
+        self,
+        step: Step,
+        method: str,
+        target: str,
+        body: bytes | None = None,
+        *,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        private: bool = False,
+        shape: type[dict[Any, Any] | list[Any]] = dict,
+    ) -> Any:
+        """One control call. `private` keeps the engine's error text out of ours: it may quote the request."""
+        with translated(step):
+            async with self.request(method, target, body, timeout_s=timeout_s) as response:
+                await require_ok(step, response, private=private)
+                text = await response.read()
+        try:
+            found = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            found = None
+        if not isinstance(found, shape):
+            wanted = "object" if shape is dict else "list"
+            raise EngineError(step, Cause.REFUSED, f"{target.partition('?')[0]} gave no JSON {wanted}")
+        return found
+
+
+class Silence:
+    """Ends a call whose engine falls silent. Its timer is moved when it rings, not with each piece of the answer."""
+
+    def __init__(self, timeout: asyncio.Timeout, limit_s: float | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timeout = timeout
+        self._limit_s = limit_s or 0.0
+        self._since: float | None = self._loop.time()  # None: it is the client that is waited for
+        self._timer = self._loop.call_later(self._limit_s, self._ring) if limit_s else None
+
+    def begin(self) -> None:
+        """The engine is waited for."""
+        self._since = self._loop.time()
+
+    def pause(self) -> None:
+        """The engine has said something, and now the client is waited for."""
+        self._since = None
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        now = self._loop.time()
+        due = (now if self._since is None else self._since) + self._limit_s
+        if due > now:
+            self._timer = self._loop.call_at(due, self._ring)
+        elif not self._timeout.expired():
+            self._timeout.reschedule(now)
+
+
+class HttpAnswer:
+    def __init__(self, response: aiohttp.ClientResponse, silence: Silence) -> None:
+        self._response = response
+        self._silence = silence
+        self.status = response.status
+        self.headers: Sequence[tuple[str, str]] = tuple(response.headers.items())
+        self.media_type = response.content_type
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        silence, read = self._silence, self._response.content.readany
+        with translated(Step.DECODE):
+            silence.begin()
+            while chunk := await read():
+                silence.pause()
+                yield chunk
+                silence.begin()
+
+
+@contextmanager
+def translated(step: Step) -> Iterator[None]:
+    """Turn the HTTP client's errors into ours."""
+    try:
+        yield
+    except TimeoutError:
+        raise EngineError(step, Cause.TIMEOUT, "the engine did not answer in time") from None
+    except (aiohttp.ClientError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        raise EngineError(step, Cause.DIED, f"the connection to the engine failed: {reason}") from None
+
+
+@contextmanager
+def well_formed(step: Step, source: str) -> Iterator[None]:
+    """Turn what fails on JSON of another shape than expected into an engine's error."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise EngineError(step, Cause.CORRUPT, f"{source} answered in an unknown shape") from None
+
+
+async def require_ok(step: Step, response: aiohttp.ClientResponse, *, private: bool = False) -> None:
+    if response.status == 200:
+        return
+    message = f"the engine answered {response.status}"
+    if not private:
+        message += f": {error_message(await response.read())}"
+    raise EngineError(step, Cause.REFUSED, message, status=response.status)
+
+
+def error_message(text: bytes) -> str:
+    try:
+        return str(orjson.loads(text)["error"]["message"])[:300]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return "without a reason"
+
+
+def figures(timings: dict[str, Any]) -> Figures:
+    return Figures(
+        cached_tokens=int(timings.get("cache_n", 0)),
+        read_tokens=int(timings.get("prompt_n", 0)),
+        prompt_ms=float(timings.get("prompt_ms", 0.0)),
+        answer_tokens=int(timings.get("predicted_n", 0)),
+        answer_ms=float(timings.get("predicted_ms", 0.0)),
+    )
+
+
+def timing(answer: dict[str, Any], name: str) -> float:
+    with well_formed(Step.CONTROL, "a slot action"):
+        return float((answer.get("timings") or {}).get(name, 0.0))
