@@ -29,4 +29,4 @@ class Member:
     watch: SlotWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.watch = SlotWatch(self.engine)
+        self.watch = SlotWatch(self.engine, apart=self.role is Role.DECODE)

@@ -14,11 +14,14 @@ from splitproxy.admission import Admission
 from splitproxy.errors import EngineError
 from splitproxy.ledger import Holding, Lease, Ledger
 from splitproxy.member import Member
+from splitproxy.model import Role
 from splitproxy.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-QUIET_LOOKS_S = (0.25, 1.25, 1.5)  # when a slot whose request was cut off is looked at
+# When a slot whose request was cut off is looked at: seconds after the end of the look before. A prefill engine answers
+# a look after the batch that it reads, so that looks wait for the engine and not for a clock.
+QUIET_LOOKS_S = {Role.DECODE: (0.25, 1.25, 1.5), Role.PREFILL: (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)}
 STUCK_S = 10.0  # more than an engine needs to finish a batch and to notice that its client has left
 
 
@@ -71,7 +74,8 @@ class Slots:
 
     async def _release_when_quiet(self, lease: Lease, holding: Holding | None) -> None:
         member = self._members[lease.engine]
-        looks = itertools.chain(QUIET_LOOKS_S, itertools.repeat(QUIET_LOOKS_S[-1]))
+        waits = QUIET_LOOKS_S[member.role]
+        looks = itertools.chain(waits, itertools.repeat(waits[-1]))
         stuck, loop = 0, asyncio.get_running_loop()
         late = loop.time() + STUCK_S
         try:

@@ -1,7 +1,8 @@
 """Looks at an engine's slots, shared by all who want one and kept apart.
 
 A llama-server notices that a client has left by a poll that comes due after a second without other results, and a look
-at its slots is such a result: looks that come more often keep it working for nobody.
+at its slots is such a result: looks that come more often keep it working for nobody. That does not hold for a request
+that streams its progress, such as all that prefill engines get: the next piece that cannot be sent tells.
 """
 
 import asyncio
@@ -16,10 +17,11 @@ BURST = 2  # looks that may follow each other at once; the next ones wait the lo
 
 
 class SlotWatch:
-    """The looks at one engine."""
+    """The looks at one engine; `apart` where its requests do not stream their progress."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, apart: bool = True) -> None:
         self._engine = engine
+        self._apart = apart
         self._turn = asyncio.Lock()
         self._begun = 0  # looks
         self._latest = 0  # the number of the look that has ended last, if it was not given up
@@ -38,7 +40,8 @@ class SlotWatch:
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(self._times[0] + BURST * LOOK_INTERVAL_S - loop.time())
+        if self._apart:
+            await asyncio.sleep(self._times[0] + BURST * LOOK_INTERVAL_S - loop.time())
         self._begun += 1
         self._times.append(loop.time())
         try:

@@ -330,6 +330,8 @@ class FakeEngine:
         stage = self._meet("slots", call)
         self._count_poll()
         await self.suffer(stage, request, call)
+        async with self.slots.thread:  # between two batches
+            pass
         if request.query.get("fail_on_no_slot") and len(self.busy()) == self._count:
             raise RefusalError(503, "no slot available")
         return _json([self._slot_state(slot) for slot in self.slots.all])
@@ -358,8 +360,10 @@ class FakeEngine:
         return web.Response(text=text, headers=HEADERS)
 
     def _count_poll(self) -> None:
-        """Watch for polls that keep the real engine from noticing that a client has left."""
-        if not self.busy():
+        """Watch for polls that keep the real engine from noticing that a client has left: one that is told of progress
+        is found out by the next piece that cannot be sent."""
+        running = [slot.call for slot in self.slots.all if slot.call is not None]
+        if all(call.stage == "prefill" for call in running):
             self._polls.clear()
             return
         self._polls.append(asyncio.get_running_loop().time())

@@ -16,7 +16,7 @@ from splitproxy import fleet, health, pairs, slots
 from splitproxy.app import listening
 from splitproxy.assembly import Proxy, assembled
 from splitproxy.config import Config
-from splitproxy.model import EngineState, PairState, RequestRecord
+from splitproxy.model import EngineState, PairState, RequestRecord, Role
 from splitproxy.sessions import SessionStore
 from tests.fake_engine import FakeEngine
 from tests.fake_model import Weights, piece, render, tokenize
@@ -30,7 +30,7 @@ SPLIT: Json = {"min_prompt_tokens": FLOOR, "probe_tokens": 64}
 QUICK = {
     (health, "HEALTH_INTERVAL_S"): 0.05,
     (fleet, "SWEEP_INTERVAL_S"): 0.05,
-    (slots, "QUIET_LOOKS_S"): (0.05, 1.25, 1.5),
+    (slots, "QUIET_LOOKS_S"): {**slots.QUIET_LOOKS_S, Role.DECODE: (0.05, 1.25, 1.5)},
 }
 ANSWER_TOKENS = 12
 

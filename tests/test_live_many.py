@@ -1,5 +1,5 @@
-"""Eight conversations at once on real engines, with clients that leave and engines that die: every answer that arrives
-is the one that its conversation gets alone.
+"""Many requests at once on real engines, with clients that leave and engines that die: every answer that arrives is the
+one that its conversation gets alone, and work that nobody waits for holds nobody up.
 
 The engine is not bit-stable: how a prompt was cut into batches, and what else was computed in the same step, changes
 the last digits of its logits, and one answer in fifty or so turns on two tokens that are as likely as each other. Such
@@ -24,7 +24,7 @@ from splitproxy import health
 from splitproxy.config import Config
 from splitproxy.model import PairState
 from tests import live, models
-from tests.live_pair import READER_FLAGS, Caller, Front, proxied, sessions, until, words
+from tests.live_pair import READER_FLAGS, Caller, Front, configured, processor_seconds, proxied, sessions, until, words
 
 pytestmark = pytest.mark.live
 
@@ -291,3 +291,38 @@ async def test_engines_die_under_eight_conversations(engines: Engines, monkeypat
     assert tally.left > 0
     assert {"writer", "writer-2"} <= used
     assert {"reader", "reader-2"} & readers
+
+
+async def test_ten_prompts_that_were_given_up_hold_nobody_up(tmp_path: Path) -> None:
+    """The next prompt waits for the batch that the prefill engine reads, and for the one that it has begun before it
+    notices, and a prompt that the decode engine reads itself for nothing."""
+    pytest.importorskip("xllamacpp", reason="xllamacpp, the engine of the live tests, is not installed")
+    folder, batch, model = tmp_path / "sessions", 64, models.tiny_model("dense", **models.MID)
+    folder.mkdir()
+    common = ("-c", "8192", "--slot-save-path", str(folder), "--ctx-checkpoints", "3")
+    with (
+        live.engine(model, *common, "-np", "1", "-b", str(batch)) as reader,
+        live.engine(model, *common, "-np", "4", "--kv-unified", "--cache-ram", "0") as writer,
+    ):
+        async with proxied(configured(reader.url, writer.url, min_prompt_tokens=256), folder) as front:
+            await until(front.proven)
+            tasks = [asyncio.create_task(front.ask("/completion", asked(4000, n))) for n in range(10)]
+            await until(lambda: front.proxy.admission.waiting == 9)
+            before = processor_seconds(reader.process.pid)
+            await until(lambda: processor_seconds(reader.process.pid) > before + 0.5)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            long = asyncio.create_task(front.ask("/completion", asked(600, "long")))
+            short = await front.ask("/completion", asked(30, "short"))
+            assert (short.route, long.done()) == ("local", False)
+            record = await front.record(await long)
+            assert record.handover is not None
+            batch_ms = record.handover.prefill_ms * batch / record.handover.prefill_read_tokens
+            assert record.queue_ms < 4 * batch_ms
+            assert (await front.record(short)).queue_ms < batch_ms
+
+
+def asked(tokens: int, seed: object) -> Json:
+    """A prompt of about so many tokens that no engine has seen."""
+    return {"prompt": words(tokens, seed), "n_predict": 4}

@@ -61,6 +61,15 @@ async def test_looks_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(spans) >= 0.099
 
 
+async def test_looks_at_a_prefill_engine_need_not_be_kept_apart() -> None:
+    """What streams its progress finds out by itself that nobody waits."""
+    engine = Looked()
+    looks = SlotWatch(cast("Engine", engine), apart=False)
+    for _ in range(20):
+        await looks.look()
+    assert engine.times[-1] - engine.times[0] < watch.LOOK_INTERVAL_S
+
+
 async def test_who_leaves_does_not_keep_others_from_looking() -> None:
     """A look that was given up is made by the next in line."""
     engine = Looked()
