@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.interference import PLACES, READS, engine
-from splitproxy.app import Proxy, assembled, listening
+from splitproxy.app import listening
+from splitproxy.assembly import Proxy, assembled
 from splitproxy.config import Config
 from splitproxy.model import PairState, RequestRecord
 from splitproxy.sessions import SessionStore, fresh_dir

@@ -36,6 +36,7 @@ def _route_words(record: RequestRecord) -> list[str]:
         words.append(f"reused {figures.cached_tokens}, read {figures.read_tokens}, wrote {figures.answer_tokens}")
     if record.effective is False:
         words.append(f"handover INEFFECTIVE ({record.in_vain})")
+    words += [f"taken over after {failure.step} ({failure.cause})" for failure in record.taken_over]
     if record.failure is not None:
         words.append(f"fell back at {record.failure.step} ({record.failure.cause})")
     if record.route is None and record.engine:

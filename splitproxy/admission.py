@@ -22,6 +22,9 @@ RETRY_AFTER_S = 5
 Claim = Callable[[str], Lease | None]
 """Engine name in, lease out, or None while there is none. What it raises ends the waiting."""
 
+Avoid = Callable[[], Collection[str]]
+"""The engines that will not do at the moment."""
+
 
 @dataclass(slots=True, eq=False)
 class Turn:
@@ -63,7 +66,7 @@ class _Waiter:
     role: Role
     engine: str | None  # None: any engine of the role
     bound: bool
-    avoid: Collection[str]
+    avoid: Avoid
     claim: Claim
     since: float = field(default_factory=time.monotonic)
     lease: asyncio.Future[Lease] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -134,13 +137,13 @@ class Admission:
         *,
         turn: Turn | None = None,
         bound: bool = True,
-        avoid: Collection[str] = (),
+        avoid: Avoid = tuple,
     ) -> Lease:
         """Wait for a lease until the loop's clock reads `deadline`.
 
         `engine` is tried first. With `bound` no other is tried while it is up; should it be gone, any other of its role
-        will do for a decode engine. Those in `avoid` never will. Raises RequestError when the queue is full, the
-        deadline passes, or no engine is left.
+        will do for a decode engine. Those that `avoid` names at the time will not. Raises RequestError when the queue
+        is full, the deadline passes, or no engine is left.
         """
         if turn is None:
             with self.turn("") as own:
@@ -230,7 +233,8 @@ class Admission:
         waiter.lease.set_result(lease)
 
     def _engines(self, waiter: _Waiter) -> list[str]:
-        ready = [name for name in self._ledger.ready(waiter.role) if name not in waiter.avoid]
+        avoid = waiter.avoid()
+        ready = [name for name in self._ledger.ready(waiter.role) if name not in avoid]
         if waiter.engine in ready:
             others = [] if waiter.bound else [name for name in ready if name != waiter.engine]
             return [waiter.engine, *others]

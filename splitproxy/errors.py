@@ -30,6 +30,7 @@ class Cause(StrEnum):
     DIED = "died"  # the connection was refused, reset or cut
     TIMEOUT = "timeout"  # nothing came within the step's deadline
     CORRUPT = "corrupt"  # it reported success, but what it left is not what was asked for
+    UNPROVEN = "unproven"  # it was not asked: it came up a moment ago and has yet to show that it does as it should
 
 
 class Step(StrEnum):

@@ -83,7 +83,7 @@ class Exchange(Service):
         engine = max(engines or self.decode_engines(), key=self._idleness)
         if turn is not None:
             claim, deadline = self.ledger.claim_engine, self.queue_deadline(0.0)
-            lease = await self.admission.acquire(Role.DECODE, engine, claim, deadline, turn=turn, avoid=tried)
+            lease = await self.admission.acquire(Role.DECODE, engine, claim, deadline, turn=turn, avoid=lambda: tried)
             engine = lease.engine
         tried.append(engine)
         trace.engine = engine

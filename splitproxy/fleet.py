@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -103,8 +103,9 @@ class Fleet:
         if seen and up and (tested or not self._tests_pairs):
             self._judged.set()
 
-    def views(self, tokens: Tokens | None) -> tuple[list[DecodeView], list[PrefillView]]:
-        """The engines as the router sees them for one prompt: those that can answer, and the pairs they are in."""
+    def views(self, tokens: Tokens | None, avoid: Collection[str] = ()) -> tuple[list[DecodeView], list[PrefillView]]:
+        """The engines as the router sees them for one prompt: those that can answer, and the pairs they are in, without
+        the prefill engines in `avoid`."""
         ledger = self._ledger
         ready = ledger.ready(Role.DECODE)
         outlooks = {name: ledger.outlook(name, tokens or NOTHING) for name in ready}
@@ -132,7 +133,7 @@ class Fleet:
                 backlog_tokens=pair.source.backlog_tokens,
             )
             for (source, target), pair in self.pairs.items()
-            if target in ready
+            if target in ready and source not in avoid
         ]
         count = None if tokens is None else len(tokens)
         return (

@@ -129,7 +129,7 @@ class Handover:
         """A step has failed: note where and how. Returns False, as the step does."""
         self._move(Event.FAIL)
         self.failure = Failure(error.step.value, error.cause.value)
-        log.debug("handover failed at %s (%s): %s", error.step, error.cause, error)
+        log.info("handover from %s failed at %s (%s): %s", self.source.name, error.step, error.cause, error)
         return False
 
     def answering(self) -> None:

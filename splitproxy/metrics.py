@@ -49,6 +49,7 @@ class Metrics:
         self._in_vain = counter("handoff_ineffective_causes", "The same by likely cause.", "cause")
         self._mistaken = counter("belief_mismatch", "Slots that held much less than was believed.")
         self._fallbacks = counter("fallbacks", "Handovers that ended in local reading.", "stage", "reason")
+        self._taken_over = counter("taken_over", "Handovers that another prefill engine began anew.", "stage", "reason")
         self._cancelled = counter("cancelled", "Requests whose client left.", "stage")
         self._prompt_tokens = counter("prefill_tokens", "Prompt tokens by where they came from.", "source")
         self._answer_tokens = counter("generation_tokens", "Tokens of answers.")
@@ -110,6 +111,9 @@ class Metrics:
         if record.failure is not None:
             self._handoffs.labels("failed").inc()
             self._fallbacks.labels(record.failure.step, record.failure.cause).inc()
+        for failure in record.taken_over:
+            self._handoffs.labels("failed").inc()
+            self._taken_over.labels(failure.step, failure.cause).inc()
         cost = record.handover
         if cost is None:
             return

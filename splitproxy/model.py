@@ -380,6 +380,7 @@ class RequestRecord:
     effective: bool | None = None  # None: nothing was handed over
     mistaken: bool = False  # the decode engine held much less of the prompt than was believed
     failure: Failure | None = None
+    taken_over: tuple[Failure, ...] = ()  # by prefill engines whose work another one took over
     gaps: Gaps = Gaps()
     decided_ms: float | None = None  # when the route was chosen
     beside: int = 0  # tokens that other slots of the decode engine held: they slow it down

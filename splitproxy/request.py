@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from splitproxy.forecast import Job, Phase
 from splitproxy.growth import Share
 from splitproxy.handover import Handover, Stage
 from splitproxy.ledger import NOTHING, Holding, Lease, Reservation
-from splitproxy.model import Api, Ask, HandoverFigures, Outcome, Prompt, Role, Route, Tokens
+from splitproxy.model import Api, Ask, Failure, HandoverFigures, Outcome, Prompt, Role, Route, Tokens
 from splitproxy.service import RETRY_AFTER_S, Incoming, Service, content_length
 from splitproxy.speeds import Reading
 from splitproxy.sse import MEDIA_TYPE, is_comment, progress_event
@@ -56,6 +56,7 @@ class Request:
     filled: int = 0  # cells of the pool that the answer may have filled
     reroutes: int = 0
     tried: set[str] = field(default_factory=set)  # decode engines that failed this request before its first byte
+    failed_readers: set[str] = field(default_factory=set)  # prefill engines that failed it
 
     async def serve(self) -> None:
         """Answer the request, or raise RequestError or EngineError where no engine did."""
@@ -67,24 +68,50 @@ class Request:
                 self.reroutes += 1
 
     async def _serve(self) -> None:
-        route, self.tokens = await self.service.route(self.ask, self.tokens, self.trace)
-        self.trace.decide(route)
-        log.debug("request %s: decided %s", self.incoming.request_id, access.decision(route))
-        if route.prefill_engine is None or self.tokens is None:
-            await self._answer(route)
-            return
+        route: Route | None = await self._route()
+        while route is not None:
+            self.trace.decide(route)
+            log.debug("request %s: decided %s", self.incoming.request_id, access.decision(route))
+            if route.prefill_engine is None or self.tokens is None:
+                await self._answer(route)
+                return
+            route = await self._hand_over(route, self.service.fleet.engine(route.prefill_engine), self.tokens)
+
+    async def _route(self) -> Route:
+        route, self.tokens = await self.service.route(self.ask, self.tokens, self.trace, self.failed_readers)
+        return route
+
+    async def _hand_over(self, route: Route, source: Engine, tokens: Tokens) -> Route | None:
+        """Have the prefill engine read and a decode engine answer. Where the first fails and another one is to take
+        over: the route by that one."""
         fleet, settings = self.service.fleet, self.service.settings
-        source = fleet.engine(route.prefill_engine)
-        session_bytes = fleet.session_bytes(route.prefill_engine, route.decode_engine, self.tokens)
+        session_bytes = fleet.session_bytes(source.name, route.decode_engine, tokens)
         with self.service.ledger.reserve(session_bytes) as room:
-            async with Handover(Prompt(self.tokens, self.ask), source, settings.deadlines) as handover:
+            async with Handover(Prompt(tokens, self.ask), source, settings.deadlines) as handover:
                 self.trace.handover = handover
                 with fleet.reading(source.name, route) as job:
                     await self._read_ahead(handover, job)
-                if handover.failure is not None and settings.on_prefill_failure == "reject":
-                    message = f"the prefill engine failed ({handover.failure.step}: {handover.failure.cause})"
-                    raise RequestError(Fault.PREFILL_FAILED, message, retry_after_s=RETRY_AFTER_S)
+                if handover.failure is not None:
+                    if (other := await self._by_another_reader(source.name, handover.failure)) is not None:
+                        return other
+                    if settings.on_prefill_failure == "reject":
+                        message = f"the prefill engine failed ({handover.failure.step}: {handover.failure.cause})"
+                        raise RequestError(Fault.PREFILL_FAILED, message, retry_after_s=RETRY_AFTER_S)
                 await self._answer(route, room)
+        return None
+
+    async def _by_another_reader(self, failed: str, failure: Failure) -> Route | None:
+        """The route by a prefill engine that has not failed this request, where that is still worth it. A session that
+        could not be kept would not be by another either: they share the folder."""
+        self.failed_readers.add(failed)
+        if failure.step != Step.PREFILL.value and failure.cause not in (Cause.DIED.value, Cause.TIMEOUT.value):
+            return None
+        route = await self._route()
+        if route.prefill_engine is None:
+            return None
+        log.warning("prefill engine %s failed, %s takes over", failed, route.prefill_engine)
+        self.trace.taken_over.append(failure)
+        return route
 
     # -- before the answer ---------------------------------------------------------------------------------------------
 
@@ -162,9 +189,19 @@ class Request:
 
     async def _lease(self, role: Role, engine: str, claim: Callable[[str], Lease | None], *, bound: bool) -> Lease:
         acquire, deadline = self.service.admission.acquire, self.service.queue_deadline(self.trace.queue_s)
-        avoid = self.tried if role is Role.DECODE else ()
+        avoid = self._unfit if role is Role.DECODE else tuple[str]
         with self.trace.waiting():
             return await acquire(role, engine, claim, deadline, turn=self.turn, bound=bound, avoid=avoid)
+
+    def _unfit(self) -> Collection[str]:
+        """The decode engines that failed this request, and while a session waits, those that have yet to prove that
+        they can take it, unless all have."""
+        handover = self.trace.handover
+        if handover is None or handover.stage is not Stage.TICKETED:
+            return self.tried
+        left = set(self.service.ledger.ready(Role.DECODE)) - self.tried
+        unproven = {name for name in left if not self.service.fleet.can_redeem(handover.source.name, name)}
+        return self.tried if unproven == left else self.tried | unproven
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
@@ -317,8 +354,8 @@ class Request:
         """Restore the waiting session. False where the engine may still be at work on the slot."""
         fleet = self.service.fleet
         if not fleet.can_redeem(handover.source.name, lease.engine):
-            message = f"no proven pair of {handover.source.name} and {lease.engine}"
-            handover.fail(EngineError(Step.RESTORE, Cause.REFUSED, message))
+            message = f"the pair of {handover.source.name} and {lease.engine} is not proven now"
+            handover.fail(EngineError(Step.RESTORE, Cause.UNPROVEN, message))
             return True
         self.trace.step = Step.RESTORE.value
         return await handover.redeem(fleet.engine(lease.engine), lease.number) or _has_answered(handover)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,15 +69,17 @@ class Service:
         slot = None if tokens is None else self.ledger.place(route.decode_engine, tokens)
         return access.decision(route) | {"tokenizer": source, "decode_slot": slot}
 
-    async def route(self, ask: Ask, tokens: Tokens | None, trace: Trace) -> tuple[Route, Tokens | None]:
-        """Tokenize where that can matter and was not done before, and decide."""
+    async def route(
+        self, ask: Ask, tokens: Tokens | None, trace: Trace, avoid: Collection[str] = ()
+    ) -> tuple[Route, Tokens | None]:
+        """Tokenize where it can matter and was not done before, and decide; prefill engines in `avoid` do not count."""
         rules = self.settings.rules
         splittable = ask.not_splittable is None
         short = splittable and surely_shorter(ask, rules.floor, self.fleet.template_bytes)
         if tokens is None and splittable and not (short and self.ledger.indifferent()):
             tokens = await self.tokenize(ask, trace)
         self.decode_engines()
-        decode, prefill = self.fleet.views(tokens)
+        decode, prefill = self.fleet.views(tokens, avoid)
         count = None if tokens is None else len(tokens)
         return decide(Demand(count, splittable, short), decode, prefill, rules), tokens
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from splitproxy.errors import Step
 from splitproxy.handover import Handover, Stage
-from splitproxy.model import GAP_BOUNDS_S, Api, Figures, Gaps, InVain, Outcome, RequestRecord, Route
+from splitproxy.model import GAP_BOUNDS_S, Api, Failure, Figures, Gaps, InVain, Outcome, RequestRecord, Route
 
 _EFFECTIVE = {Stage.PROVEN: True, Stage.INEFFECTIVE: False}
 
@@ -42,6 +42,7 @@ class Trace:
     crowded: bool = False
     in_vain: InVain | None = None
     handover: Handover | None = None
+    taken_over: list[Failure] = field(default_factory=list)  # handovers that failed and that another engine began anew
     gaps: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS_S) + 1))
 
     @contextmanager
@@ -105,6 +106,7 @@ class Trace:
             effective=None if handover is None else _EFFECTIVE.get(handover.stage),
             mistaken=self.mistaken,
             failure=None if handover is None else handover.failure,
+            taken_over=tuple(self.taken_over),
             gaps=Gaps(tuple(self.gaps), self.last_chunk - self.first_byte if self.first_byte is not None else 0.0),
             decided_ms=None if self.decided is None else 1000 * (self.decided - self.start),
             beside=self.beside,

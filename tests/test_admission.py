@@ -374,9 +374,9 @@ async def test_a_waiter_that_is_not_bound_goes_where_there_is_room() -> None:
 async def test_an_engine_to_avoid_is_never_had() -> None:
     """An engine that failed a request is not tried again for it, and when no other is left the waiting ends."""
     desk = Desk(("a", Role.DECODE), ("b", Role.DECODE))
-    assert (await desk.acquire("a", avoid={"a"})).engine == "b"
+    assert (await desk.acquire("a", avoid=lambda: {"a"})).engine == "b"
     with pytest.raises(RequestError) as caught:
-        await desk.acquire(avoid={"a", "b"})
+        await desk.acquire(avoid=lambda: {"a", "b"})
     assert caught.value.fault is Fault.NO_DECODE_ENGINE
 
 

@@ -42,6 +42,11 @@ def short(name: str, **fields: Any) -> Json:
     return body(NATIVE, f"{name}: what comes next?", **fields)
 
 
+def read_ahead(seed: str) -> list[int]:
+    """What a prefill engine gets of a long prompt."""
+    return prompt_ids(body(CHAT, words(3 * FLOOR, seed)))[:-1]
+
+
 def by(client: str) -> dict[str, str]:
     """The header that tells who asks."""
     return {"Authorization": f"Bearer {client}"}
@@ -645,7 +650,8 @@ async def test_a_decode_engine_that_dies_takes_nothing_else_with_it(fake: Start)
 
 
 async def test_a_prefill_engine_that_dies_takes_nothing_else_with_it(fake: Start) -> None:
-    """Prompts that it was reading are read by the decode engine, the other's go on, and after its return it reads."""
+    """Prompts that it was reading are read by the other prefill engine, whose own go on, and after its return it
+    reads."""
     readers, writers = await pools(fake)
     async with among(readers, writers) as p:
         await all_proven(p)
@@ -655,12 +661,17 @@ async def test_a_prefill_engine_that_dies_takes_nothing_else_with_it(fake: Start
         for reader in readers:
             await p.at_work(reader, "prefill")
         readers[0].die()
+        await waiting(p, 1)
         for reader in readers:
             reader.knobs.prefill.stall_after = None
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        (fallen,) = (task.result() for task in done)
-        assert (fallen.status, fallen.headers["X-Splitproxy-Fallback"]) == (200, "prefill:died")
-        await hang_up(*pending)
+        (first,) = (n for n in range(2) if readers[0].sent("prefill")[0].body["prompt"] == read_ahead(f"talk {n}"))
+        await hang_up(tasks[1 - first])
+        reply = await tasks[first]
+        assert (reply.status, reply.way) == (200, ("handover", "worth_moving"))
+        assert "X-Splitproxy-Fallback" not in reply.headers
+        assert reply.text == right_text(body(CHAT, words(3 * FLOOR, f"talk {first}")))
+        assert [failure.cause for failure in (await p.record(reply)).taken_over] == ["died"]
+        assert await p.metric("splitproxy_taken_over_total", stage="prefill", reason="died") == 1
         assert (await p.long(seed="meanwhile")).way == ("handover", "worth_moving")
         await readers[0].revive()
         await all_proven(p)
@@ -669,6 +680,70 @@ async def test_a_prefill_engine_that_dies_takes_nothing_else_with_it(fake: Start
             reader.knobs.prefill.delay_s = 0.1
         await asyncio.gather(*(p.long(seed=f"again {number}") for number in range(2)))
         assert len(readers[0].sent("prefill")) == 1
+
+
+@pytest.mark.parametrize("knobs", [{"prefill": {"drop": True}}, {"save": {"drop": True}}, {"prefill": {"hang": True}}])
+async def test_prefill_engines_are_tried_once_each(fake: Start, knobs: Json) -> None:
+    """Where all of them fail, the decode engine reads the prompt itself."""
+    readers, writers = await pools(fake)
+    async with among(readers, writers, split={"prefill_silence_s": 0.6}) as p:
+        await all_proven(p)
+        for engine in (*readers, *writers):
+            engine.forget_calls()
+        for reader in readers:
+            reader.knobs.update(knobs)
+        reply = await p.long()
+        assert (reply.status, reply.headers["X-Splitproxy-Route"]) == (200, "handover")
+        assert reply.headers["X-Splitproxy-Fallback"].partition(":")[0] == next(iter(knobs))
+        assert reply.text == right_text(body(CHAT, words(3 * FLOOR, "long")))
+        assert [len(reader.sent("prefill")) for reader in readers] == [1, 1]
+        assert not [call for writer in writers for call in writer.sent("restore")]
+        for reader in readers:
+            reader.knobs.update({stage: dict.fromkeys(changes, False) for stage, changes in knobs.items()})
+
+
+async def test_what_the_folder_cannot_keep_is_read_once(fake: Start) -> None:
+    """A session that could not be saved for want of space is no reason to read the prompt twice."""
+    readers, writers = await pools(fake)
+    async with among(readers, writers) as p:
+        await all_proven(p)
+        for reader in readers:
+            reader.forget_calls()
+            reader.knobs.save.no_space = True
+        reply = await p.long()
+        assert (reply.status, reply.headers["X-Splitproxy-Fallback"]) == (200, "save:refused")
+        assert sum(len(reader.sent("prefill")) for reader in readers) == 1
+
+
+async def test_a_session_goes_to_a_decode_engine_that_can_take_it(fake: Start) -> None:
+    """While a decode engine that came back has yet to prove itself, a waiting session is restored by another one."""
+    readers, writers = await pools(fake)
+    async with among(readers, writers) as p:
+        await all_proven(p)
+        readers[0].knobs.save.delay_s = readers[1].knobs.save.delay_s = 0.3
+        asked = asyncio.create_task(p.long())
+        await until(lambda: any(reader.sent("save") for reader in readers))
+        chosen = p.proxy.fleet.forecast._jobs[0].target
+        for pair in p.proxy.fleet.pairs.values():
+            if pair.target.engine.name == chosen:
+                pair.state = PairState.UNPROVEN
+        reply = await asked
+        assert reply.headers["X-Splitproxy-Engine"] not in ("", chosen)
+        assert "X-Splitproxy-Fallback" not in reply.headers
+        assert int(reply.headers["X-Splitproxy-Session-Bytes"]) > 0
+
+
+async def test_a_session_that_no_decode_engine_can_take_is_read_again(fake: Start) -> None:
+    """Where none has proven itself, the prompt is read locally, and the reason is that and no refusal."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer) as p:
+        await p.proven()
+        reader.knobs.save.delay_s = 0.3
+        asked = asyncio.create_task(p.long())
+        await p.at_work(reader, "save")
+        p.proxy.fleet.pairs["reader", "writer"].state = PairState.UNPROVEN
+        reply = await asked
+        assert (reply.status, reply.headers["X-Splitproxy-Fallback"]) == (200, "restore:unproven")
 
 
 async def test_who_waits_for_the_last_engine_hears_at_once_that_it_went(fake: Start) -> None:
