@@ -30,6 +30,9 @@ from splitproxy.sessions import DEFAULT_DIR, SessionStore, fresh_dir
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from splitproxy.launch import Launcher
+    from splitproxy.strata.launch import StrataLauncher
+
 log = logging.getLogger("splitproxy")
 
 Number = TypeVar("Number", int, float)
@@ -82,7 +85,11 @@ def _parser() -> argparse.ArgumentParser:
         command("bench", _bench, "Put running engines under a load, split and unsplit.", needs_config=True)
     )
     up = command("up", _up, "Start two engines on this machine, and serve in front of them.", needs_config=False)
-    up.add_argument("--demo", action="store_true", help="use a small model, fetched at the first time")
+    what = up.add_mutually_exclusive_group()
+    what.add_argument("--demo", action="store_true", help="use a small model, fetched at the first time")
+    what.add_argument(
+        "--strata", metavar="FILE", type=Path, help="start two Strata servers from this run config (strata-MODEL.json)"
+    )
     return parser
 
 
@@ -163,21 +170,20 @@ async def _up(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from splitproxy import screen
-    from splitproxy.launch import Launcher
 
     console = Console()
-    config = load(options.config, os.environ, _up_settings(options))
+    config, launcher_in = _launching(load(options.config, os.environ, _up_settings(options)))
     tokenizer = await asyncio.to_thread(make_tokenizer, config)  # before minutes are spent on loading a model
     own_dir = not config.split.dir
     folder = fresh_dir() if own_dir else Path(config.split.dir)
     stopping = asyncio.create_task(_until_told_to_stop())
     with SessionStore(folder, remove_at_close=own_dir) as store:
-        launcher = Launcher(config, folder)
-        config = config.model_copy(update={"engines": launcher.engines})
+        launcher = launcher_in(folder)
         try:
             start = launcher.start(lambda role, text: console.print(f"{role} engine: {text}", highlight=False))
             if not await _unless(stopping, start):
                 return 130
+            config = config.model_copy(update={"engines": launcher.engines})
             async with assembled(config, store, tokenizer) as proxy, listening(proxy) as address:
                 console.print("self-test: one prompt is read, moved and answered", highlight=False)
                 if not await _unless(stopping, proxy.fleet.first_verdicts()):
@@ -198,9 +204,29 @@ def _up_settings(options: argparse.Namespace) -> list[str]:
         from splitproxy.demo import demo_model
 
         settings.append(f"launch.model={demo_model()}")
+    elif options.strata is not None:
+        settings.append(f"strata.config={options.strata.absolute()}")
     elif options.config is None:
-        raise ConfigError(["up: give a configuration with -c FILE, or try --demo"])
+        raise ConfigError(["up: give a configuration with -c FILE or --strata FILE, or try --demo"])
     return settings
+
+
+def _launching(config: Config) -> "tuple[Config, Callable[[Path], Launcher | StrataLauncher]]":
+    """What is to be started: the configuration with what the engines' own says about it, and how, for a session folder.
+
+    Raises ConfigError.
+    """
+    from splitproxy.launch import Launcher
+    from splitproxy.strata.launch import StrataLauncher
+    from splitproxy.strata.plan import plan
+
+    if config.strata is None:
+        return config, partial(Launcher, config)
+    if config.launch is not None:
+        raise ConfigError(["up: [launch] and [strata] both say what to start; leave one out"])
+    found = plan(config.strata)
+    applied = found.applied(config)
+    return applied, partial(StrataLauncher, applied, found)
 
 
 async def _unless(stopping: "asyncio.Task[None]", work: Coroutine[Any, Any, None]) -> bool:

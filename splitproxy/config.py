@@ -159,6 +159,17 @@ class Launch(Table):
         return self
 
 
+class Strata(Table):
+    """What `splitproxy up` starts where the engines are Strata's."""
+
+    config: Text = Field(min_length=1)
+    dir: Text = ""
+    command: tuple[Argument, ...] = Field(default=("python3", "-m", "serve.server"), min_length=1)
+    prefill: Literal["server", "stdio"] = "server"
+    log_dir: Text = ""
+    start_timeout_s: Seconds = 900
+
+
 class Config(Table):
     """The whole configuration. Durations are seconds, sizes MiB where the name says so."""
 
@@ -173,6 +184,7 @@ class Config(Table):
     tokenizer: Tokenizer = Tokenizer()
     engines: tuple[Engine, ...] = ()
     launch: Launch | None = None
+    strata: Strata | None = None
 
     @property
     def host(self) -> str:
@@ -274,8 +286,12 @@ def _cross_faults(config: Config, env: Mapping[str, str], doubtful: set[str]) ->
         values = [value for engine in config.engines if (value := getattr(engine, key))]
         for value in sorted({v for v in values if values.count(v) > 1}):
             yield f"engines: {key} = {value!r} is given to more than one engine"
-    if not config.engines and config.launch is None and not doubtful & {"engines", "launch"}:
-        yield "engines: none is named; add one [[engines]] table for each engine, or [launch] for `splitproxy up`"
+    started = config.launch is not None or config.strata is not None
+    if not config.engines and not started and not doubtful & {"engines", "launch", "strata"}:
+        yield (
+            "engines: none is named; add one [[engines]] table for each engine, "
+            "or [launch] or [strata] for `splitproxy up`"
+        )
     for engine in config.engines:
         if engine.api_key_env and engine.api_key_env not in env:
             # Some write the key itself here, and it must not be shown.

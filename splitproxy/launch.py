@@ -11,14 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
 
 from splitproxy import flags
 from splitproxy.config import Config, Engine, Launch
 from splitproxy.engines import embedded
 from splitproxy.errors import ConfigError, LaunchError
-from splitproxy.model import Role
-from splitproxy.processes import START_ORDER, Child, Processes, Progress, free_ports, log_folder, new_log
+from splitproxy.model import Kind, Role
+from splitproxy.processes import Child, Processes, Progress, address_of, local_engines, log_folder, new_log
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Launcher:
         self._launch = launch
         self._session_dir = session_dir
         self._processes = Processes(launch.start_timeout_s, heal_interval_s=heal_interval_s, stop_grace_s=stop_grace_s)
-        self.engines: tuple[Engine, ...] = local_engines(config)
+        self.engines: tuple[Engine, ...] = local_engines(config, Kind.LLAMA_SERVER)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -71,23 +70,6 @@ class Launcher:
             _child(engine, self._launch, program, cores[engine.role], self._session_dir, log_dir)
             for engine in self.engines
         ]
-
-
-def local_engines(config: Config) -> tuple[Engine, ...]:
-    """The two engines to start: those that the configuration names, else new ones on free ports of this machine."""
-    pair = [config.of_role(role) for role in START_ORDER]
-    if all(len(engines) == 1 and _is_local(engines[0].url) for engines in pair):
-        return tuple(engines[0] for engines in pair)
-    if config.engines:
-        log.warning(
-            "The [[engines]] are not started: `up` starts one prefill and one decode engine with http://127.0.0.1:PORT "
-            "as url. It uses free ports instead."
-        )
-    ports = free_ports(len(START_ORDER))
-    return tuple(
-        Engine(name=role.value, role=role, url=f"http://127.0.0.1:{port}")
-        for role, port in zip(START_ORDER, ports, strict=True)
-    )
 
 
 def engine_program(engine: str) -> list[str]:
@@ -127,12 +109,12 @@ def _child(
     role = engine.role
     card = flags.gpu(launch, role)
     pinned = card is None and sys.platform == "linux" and not flags.places_itself(launch, role)
-    parts = urlsplit(engine.url)
+    host, port = address_of(engine)
     argv = flags.engine_flags(
         launch,
         role,
-        host="127.0.0.1" if parts.hostname == "localhost" else parts.hostname or "127.0.0.1",
-        port=parts.port or 80,
+        host=host,
+        port=port,
         session_dir=session_dir,
         threads=cores.threads if card is None else None,
     )
@@ -152,8 +134,3 @@ def _refuse(launch: Launch) -> None:
         faults.append(f"launch.model = {launch.model!r}: there is no such file")
     if faults:
         raise ConfigError(faults)
-
-
-def _is_local(url: str) -> bool:
-    parts = urlsplit(url)
-    return parts.scheme == "http" and not parts.path and parts.hostname in ("localhost", "127.0.0.1", "::1")

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from splitproxy.config import Engine
+from splitproxy.config import Config, Engine
 from splitproxy.errors import LaunchError
-from splitproxy.model import Role
+from splitproxy.model import Kind, Role
 
 log = logging.getLogger(__name__)
 
@@ -289,7 +289,36 @@ class Child:
             _signal_group(self.process.pid, signal.SIGKILL)
 
 
-def free_ports(count: int) -> list[int]:
+def local_engines(config: Config, kind: Kind) -> tuple[Engine, ...]:
+    """The two engines to start: those that the configuration names, else new ones on free ports of this machine."""
+    pair = [config.of_role(role) for role in START_ORDER]
+    if all(len(engines) == 1 and engines[0].kind is kind and _is_local(engines[0].url) for engines in pair):
+        return tuple(engines[0] for engines in pair)
+    if config.engines:
+        log.warning(
+            "The [[engines]] are not started: `up` starts one prefill and one decode engine of kind %r with "
+            "http://127.0.0.1:PORT as url. It uses free ports instead.",
+            kind.value,
+        )
+    ports = _free_ports(len(START_ORDER))
+    return tuple(
+        Engine(name=role.value, role=role, kind=kind, url=f"http://127.0.0.1:{port}")
+        for role, port in zip(START_ORDER, ports, strict=True)
+    )
+
+
+def _is_local(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme == "http" and not parts.path and parts.hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def address_of(engine: Engine) -> tuple[str, int]:
+    """Host and port that an engine of this machine is to listen on."""
+    parts = urlsplit(engine.url)
+    return "127.0.0.1" if parts.hostname in (None, "localhost") else parts.hostname, parts.port or 80
+
+
+def _free_ports(count: int) -> list[int]:
     """Ports of this machine's loopback address that nobody listens on, all different."""
     with contextlib.ExitStack() as stack:
         # All are held until all are known, so that they differ.

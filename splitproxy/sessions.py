@@ -32,13 +32,13 @@ _FRESH_PREFIX = "splitproxy-run-"
 _PREFIX, _SUFFIX = "splitproxy-", ".session"
 
 
-def fresh_dir() -> Path:
-    """A new private folder: in RAM when more than 6 GiB are free there, else in the temp folder.
+def fresh_dir(*, needed_bytes: int = MEMORY_NEEDED_BYTES) -> Path:
+    """A new private folder: in RAM when more than `needed_bytes` are free there, else in the temp folder.
 
     Folders of this kind that a killed proxy has left behind are removed first: each holds transcripts, and its name is
     known to nobody else.
     """
-    roomy = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > MEMORY_NEEDED_BYTES
+    roomy = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > needed_bytes
     parent = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
     for folder in parent.glob(f"{_FRESH_PREFIX}*"):
         if _is_abandoned(folder):
@@ -66,6 +66,17 @@ def _is_abandoned(folder: Path) -> bool:
         os.close(lock)
 
 
+def hold(folder: Path) -> int:
+    """Make a folder ours while the returned descriptor is open. Raises OSError."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
 class SessionStore:
     """One folder of session files, owned by this process while the store is open.
 
@@ -84,8 +95,7 @@ class SessionStore:
         try:
             self._make()
             self._make_private()
-            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = hold(self.folder)
         except BlockingIOError:
             self._unlock()
             raise ConfigError([f"split.dir = {str(self.folder)!r}: another splitproxy is using this folder"]) from None

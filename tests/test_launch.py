@@ -23,9 +23,9 @@ from splitproxy import launch as launch_module
 from splitproxy import processes
 from splitproxy.config import Config
 from splitproxy.errors import ConfigError, LaunchError
-from splitproxy.launch import Launcher, engine_program, local_engines
-from splitproxy.model import Role
-from splitproxy.processes import heal_delay_s
+from splitproxy.launch import Launcher, engine_program
+from splitproxy.model import Kind, Role
+from splitproxy.processes import heal_delay_s, local_engines
 from tests import models
 
 WAIT_S = 30.0
@@ -426,7 +426,7 @@ def engines(*rows: tuple[str, str, str]) -> Config:
 def test_configured_pair_keeps_names_and_ports() -> None:
     """One engine of each role on this machine is started under the configuration's name and address."""
     config = engines(("r", "prefill", "http://localhost:81"), ("w", "decode", "http://127.0.0.1:82"))
-    assert [(engine.name, engine.url) for engine in local_engines(config)] == [
+    assert [(engine.name, engine.url) for engine in local_engines(config, Kind.LLAMA_SERVER)] == [
         ("w", "http://127.0.0.1:82"),
         ("r", "http://localhost:81"),
     ]
@@ -444,7 +444,7 @@ def test_configured_pair_keeps_names_and_ports() -> None:
 )
 def test_other_engines_are_made_up(rows: tuple[tuple[str, str, str], ...], caplog: pytest.LogCaptureFixture) -> None:
     """Without such a pair the engines are named by role, on free and different ports; ignored tables are mentioned."""
-    decode, prefill = local_engines(engines(*rows))
+    decode, prefill = local_engines(engines(*rows), Kind.LLAMA_SERVER)
     assert (decode.name, decode.role, prefill.name, prefill.role) == ("decode", Role.DECODE, "prefill", Role.PREFILL)
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", decode.url)
     assert decode.url != prefill.url

@@ -37,7 +37,7 @@ KNOWN_TO = {
     "aiohttp": {"app", "engines.http", "load", "processes"},
     "matplotlib": {"charts"},
     "prometheus_client": {"metrics"},
-    "pydantic": {"checked", "config"},
+    "pydantic": {"checked", "config", "strata.runconfig"},
     "rich": {"charts", "cli", "demo", "screen"},
     "tiktoken": {"vocab.codec", "vocab.rank_file"},
     "xllamacpp": {"engines.embedded"},
