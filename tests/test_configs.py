@@ -3,6 +3,7 @@
 `engine_command` is what tests/image_test.sh starts its engines with, so that the flags we ship are the ones that run.
 """
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from pydantic.fields import FieldInfo
 from splitproxy.config import Config, load
 from splitproxy.flags import launch_faults
 from splitproxy.model import Role
+from splitproxy.strata.runconfig import parse
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -82,6 +84,15 @@ def test_the_engines_could_be_started(name: str) -> None:
     launch = load(CONFIGS / name, {}).launch
     assert launch
     assert launch_faults(launch) == []
+
+
+def test_the_run_config_could_be_started() -> None:
+    """The run config for Strata excludes no pair, and is the one that strata.toml names."""
+    run = parse(json.loads((CONFIGS / "strata-model.json").read_text(encoding="utf-8")), "strata-model.json")
+    assert run.split.card(Role.PREFILL) != run.split.card(Role.DECODE)
+    strata = load(CONFIGS / "strata.toml", {}).strata
+    assert strata
+    assert Path(strata.config).name == "strata-model.json"
 
 
 # --- reference.toml
