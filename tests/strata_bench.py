@@ -3,7 +3,6 @@ program wrote down."""
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,9 +120,9 @@ class StrataBench:
         assert table
         return plan(table)
 
-    def launcher(self, *, engines: Sequence[dict[str, Any]] = (), **strata: Any) -> StrataLauncher:
+    def launcher(self, tables: dict[str, Any] | None = None, **strata: Any) -> StrataLauncher:
         found = self.plan(**strata)
-        config = self.config(**strata).model_dump(exclude_unset=True) | {"engines": engines}
+        config = self.config(**strata).model_dump(exclude_unset=True) | (tables or {})
         return StrataLauncher(found.applied(Config.model_validate(config)), found, self.sessions, heal_interval_s=0.1)
 
     def turn(self, role: Role, knob: str) -> None:

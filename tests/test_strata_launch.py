@@ -137,6 +137,8 @@ async def test_no_room_for_sessions(bench: StrataBench, monkeypatch: pytest.Monk
     ):
         await bench.launcher().start()
     assert bench.events() == []
+    async with bench.launcher({"split": {"policy": "never"}}):  # which saves nothing
+        assert "decode ready" in bench.words()
 
 
 async def test_arena_and_sessions_share_the_room(bench: StrataBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +217,7 @@ async def test_engines_that_the_configuration_names(bench: StrataBench, monkeypa
         {"name": "w", "role": "decode", "kind": "strata", "url": f"http://localhost:{ports[0]}", "api_key_env": "KEY"},
         {"name": "r", "role": "prefill", "kind": "strata", "url": f"http://127.0.0.1:{ports[1]}"},
     ]
-    async with bench.launcher(engines=engines) as launcher:
+    async with bench.launcher({"engines": engines}) as launcher:
         assert [engine.name for engine in launcher.engines] == ["w", "r"]
         assert (bench.started(Role.DECODE)["key"], bench.started(Role.PREFILL)["key"]) == ("hush", None)
 

@@ -17,7 +17,7 @@ import orjson
 
 from splitproxy.config import Config, Engine
 from splitproxy.errors import ConfigError
-from splitproxy.model import Kind, Role
+from splitproxy.model import Kind, Policy, Role
 from splitproxy.processes import Child, Processes, Progress, address_of, local_engines, log_folder, new_log
 from splitproxy.sessions import SHARED_MEMORY, fresh_dir, hold
 from splitproxy.strata import memory, roles
@@ -125,6 +125,8 @@ class StrataLauncher:
 
     def _check_room(self, arena: memory.Arena) -> None:
         """Raises ConfigError when every save would be refused."""
+        if self._config.split.policy is Policy.NEVER:
+            return
         free_bytes = shutil.disk_usage(self._session_dir).free
         if arena.path is not None and arena.path.parent.stat().st_dev == self._session_dir.stat().st_dev:
             free_bytes -= arena.added_bytes

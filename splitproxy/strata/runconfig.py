@@ -156,11 +156,11 @@ class _FlagRule:
     names: tuple[str, ...]
     reason: str
     one_role: bool = False  # only where they are given to one engine alone
-    values: frozenset[str] | None = None  # None: with any value
+    values: str = ".*"  # a pattern
 
     def applies(self, name: str, value: str | None, role: Role | None) -> bool:
         named = any(name.startswith(known[:-1]) if known.endswith("*") else name == known for known in self.names)
-        return named and (role is not None or not self.one_role) and (self.values is None or value in self.values)
+        return named and (role is not None or not self.one_role) and bool(re.fullmatch(self.values, value or ""))
 
 
 _ONE_CARD = "a session file holds all layers of one card's engine; remove it, each engine has one card here"
@@ -174,12 +174,12 @@ _KEY_RULES = (
     ),
     _KeyRule(
         "parallel",
-        lambda value: value is None or (isinstance(value, int) and value in (0, 1)),
+        lambda value: value is None or (isinstance(value, int) and value <= 1),
         "an engine with batch slots saves and restores no session; remove it, or set it to 1",
     ),
     _KeyRule(
         "replicas",
-        lambda value: len(value) < 2 if isinstance(value, list) else value in (None, False, 0, 1),
+        lambda value: value is None or (len(value) < 2 if isinstance(value, list) else value in (False, 0, 1)),
         "a server with replicas offers no session files; remove it, a pair has one engine for each role",
     ),
 )
@@ -188,7 +188,7 @@ _FLAG_RULES = (
     _FlagRule(("--layer-split", "--split-skip-if-fits", "--peer-device"), _ONE_CARD),
     _FlagRule(("--gpu",), f"the cards come from {SECTION}.prefill_gpu and {SECTION}.decode_gpu"),
     _FlagRule(("--batch", "--slots"), "an engine with batch slots saves and restores no session"),
-    _FlagRule(("--prompt-cache",), "the session file is made from the prompt cache", values=frozenset({"0", "00"})),
+    _FlagRule(("--prompt-cache",), "the session file is made from the prompt cache", values=r"0+|-[0-9]+"),
     _FlagRule(("--serve",), "it is added where the engine is started"),
     _FlagRule(
         (
