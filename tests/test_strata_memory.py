@@ -42,10 +42,20 @@ def test_s5_one_copy_for_both() -> None:
         ),
         ({"experts_bytes": None}, "there is no experts.bin in /packs/one"),
         ({"free_bytes": 41 * GIB - 1}, "/dev/shm has 41.0 GiB free, and 41.0 GiB are needed; make room there"),
-        ({"args": ("--mmap-experts",)}, "the experts stay in the pack"),
+        ({"args": ("--mmap-experts",)}, "with --mmap-experts the experts stay in the pack"),
+        ({"args": ("--resident-budget-gib", "8")}, "with --resident-budget-gib the experts stay in the pack"),
         ({"experts_bytes": None, "pack": None}, "the engine arguments name no --pack"),
     ],
-    ids=["off", "system", "in the arguments", "no experts.bin", "too big", "read in place", "no pack"],
+    ids=[
+        "off",
+        "system",
+        "in the arguments",
+        "no experts.bin",
+        "too big",
+        "read in place",
+        "partly read in place",
+        "no pack",
+    ],
 )
 def test_s5_why_there_is_none(change: dict[str, Any], reason: str) -> None:
     """S5: each engine keeps its own copy where a file cannot be shared, and one line says why."""

@@ -9,6 +9,7 @@ from splitproxy.model import Role
 from splitproxy.strata.roles import (
     DROPPED,
     card_environment,
+    not_passed_on,
     prefill_process,
     role_config,
     server_environment,
@@ -89,6 +90,24 @@ def test_s8_what_neither_has() -> None:
             "/packs/one/tokenizer", ["a"], {"x": 1},
         )  # fmt: skip
         assert config["exe"] == "build/strata"
+
+
+def test_s8_what_is_dropped_is_said() -> None:
+    """S8: each key that is there and not passed on is told with its reason, and never its value."""
+    found = run(gpu_roles={"0": "experts"}, api_key="hush", lazy_load=None, vision={})
+    assert not_passed_on(found) == [
+        "gpu_roles (each engine has one card)",
+        "api_key (clients show it to splitproxy)",
+        "vision (a request with pictures is the decode engine's alone)",
+    ]
+    assert not_passed_on(run()) == []
+
+
+def test_s15_pictures_are_for_the_decode_engine() -> None:
+    """S15: the prefill engine has no encoder for pictures beside it."""
+    reader, writer = configs(run(vision={"exe": "strata-vision"}))
+    assert "vision" not in reader
+    assert writer["vision"] == {"exe": "strata-vision"}
 
 
 def test_s4_both_save_and_restore_in_one_folder() -> None:

@@ -88,6 +88,8 @@ class StrataLauncher:
 
     def _prepare(self) -> list[Child]:
         log_dir = log_folder(self._plan.table.log_dir)
+        if left_out := roles.not_passed_on(self._plan.run):
+            log.info("%s: not passed on: %s", self._plan.run.source, ", ".join(left_out))
         self._folder = fresh_dir(needed_bytes=0)
         self._lock = hold(self._folder)
         arena = self._place_arena(self._folder)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitproxy.strata.runconfig import ARENA_FLAG, MIN_FREE_FLAG, MMAP_FLAG, SECTION, is_given, value_of
+from splitproxy.strata.runconfig import ARENA_FLAG, IN_PLACE_FLAGS, MIN_FREE_FLAG, SECTION, is_given, value_of
 
 MIB, GIB = 2**20, 2**30
 
@@ -54,8 +54,8 @@ def arena(shared: bool | str, args: Sequence[str], site: ArenaSite) -> Arena:
         return _own("only Linux can share one")
     if is_given(args, ARENA_FLAG):
         return Arena(None, 0, f"the shared expert arena is the one that the engine arguments name with {ARENA_FLAG}")
-    if is_given(args, MMAP_FLAG):
-        return _own(f"with {MMAP_FLAG} the experts stay in the pack, and there is nothing to share")
+    if found := next((flag for flag in IN_PLACE_FLAGS if is_given(args, flag)), None):
+        return _own(f"with {found} the experts stay in the pack, and there is nothing to share")
     if site.experts_bytes is None and not isinstance(shared, str):
         return _own(
             f"there is no experts.bin in {site.pack}" if site.pack else "the engine arguments name no --pack to find it"

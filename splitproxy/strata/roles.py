@@ -17,14 +17,17 @@ DROPPED = {
     ),
     **dict.fromkeys(("replicas", "replica_cpus", "replica_load_tokens", "parallel"), "each engine has one slot"),
     **dict.fromkeys(("lazy_load", "idle_unload_s"), "an engine that is not loaded takes no session"),
-    **dict.fromkeys(("host", "port"), "the command line names them"),
+    **dict.fromkeys(("host", "port"), "splitproxy says where the servers listen"),
     "api_key": "clients show it to splitproxy",
 }
+
+PREFILL_DROPPED = {"vision": "a request with pictures is the decode engine's alone"}
 
 
 def role_config(run: Run, role: Role, session_dir: Path, arena: Path | None) -> dict[str, Any]:
     """The run config of one role. `arena` is the file in which both find the experts, None for none."""
-    config = {key: value for key, value in run.tree.items() if key not in DROPPED}
+    dropped = DROPPED | PREFILL_DROPPED if role is Role.PREFILL else DROPPED
+    config = {key: value for key, value in run.tree.items() if key not in dropped}
     args = [*_suffixed_profile(run.args(role), role)]
     config |= {
         "gpu": run.split.card(role),
@@ -36,6 +39,12 @@ def role_config(run: Run, role: Role, session_dir: Path, arena: Path | None) -> 
         if isinstance(path := config.get(key), str) and path:
             config[key] = suffixed(path, role)
     return config
+
+
+def not_passed_on(run: Run) -> list[str]:
+    """What the run config says to neither engine, or to one of them alone: key and reason each."""
+    told = (DROPPED | PREFILL_DROPPED).items()
+    return [f"{key} ({why})" for key, why in told if key != SECTION and run.tree.get(key) is not None]
 
 
 def suffixed(path: str, role: Role) -> str:
@@ -88,5 +97,5 @@ def prefill_process(config: Mapping[str, Any], run: Run, home: Path) -> Process:
         cwd=str(home),
         lib_dirs=tuple(run.config.lib_dirs),
         env={name: str(value) for name, value in run.config.env.items()},
-        backend=run.config.backend or "cuda",
+        backend="hip" if run.config.backend == "hip" else "cuda",
     )

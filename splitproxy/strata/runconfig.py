@@ -7,7 +7,7 @@ unknown key there is a fault.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, model_validator
 
@@ -17,7 +17,7 @@ from splitproxy.model import Role
 
 SECTION = "split_serve"
 ARENA_FLAG = "--shared-expert-arena"
-MMAP_FLAG = "--mmap-experts"
+IN_PLACE_FLAGS = ("--mmap-experts", "--resident-experts", "--resident-budget-gib")  # the experts stay in the pack
 PROFILE_FLAG = "--expert-profile-save"
 MIN_FREE_FLAG = "--session-min-free-mib"
 
@@ -85,7 +85,7 @@ class RunConfig(BaseModel):
     tokenizer: Text = ""
     lib_dirs: tuple[Text, ...] = ()
     env: dict[str, Any] = {}
-    backend: Literal["", "cuda", "hip"] = ""
+    backend: Text = ""
     api_key: Annotated[tuple[Text, ...], BeforeValidator(lambda v: keys(v) if isinstance(v, str) else v)] = ()
     split_serve: SplitServe | None = None
 
