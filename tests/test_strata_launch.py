@@ -117,6 +117,17 @@ async def test_s5_a_named_arena(bench: StrataBench, kind: str) -> None:
     assert [*place.iterdir()] == ([arena] if kind == "old file" else [])
 
 
+async def test_s22_what_cannot_be_removed(bench: StrataBench, caplog: pytest.LogCaptureFixture) -> None:
+    """S22: an arena that cannot be removed is an ERROR with its path, and does not keep the rest from being removed."""
+    arena = bench.folder / "arena"
+    bench.write({"shared_arena": str(arena)})
+    async with bench.launcher():
+        arena.unlink()
+        arena.mkdir()
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert f"{arena} cannot be removed: " in record.getMessage()
+
+
 async def test_s5_too_little_memory(
     bench: StrataBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

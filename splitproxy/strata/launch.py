@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -168,19 +169,17 @@ class StrataLauncher:
 
     async def _remove(self) -> None:
         """Remove what this run has made. May be called twice."""
-        folder, self._folder = self._folder, None
-        arena, self._arena = self._arena, None
-        try:
-            if arena is not None:
-                await asyncio.to_thread(arena.unlink, missing_ok=True)
-            if folder is not None:
-                await asyncio.to_thread(shutil.rmtree, folder)  # tens of GB take seconds
-        except OSError as error:
-            log.error("%s cannot be removed: %s", error.filename, error.strerror)
-        finally:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+        removals = ((partial(Path.unlink, missing_ok=True), self._arena), (shutil.rmtree, self._folder))
+        self._arena = self._folder = None
+        for remove, path in removals:
+            if path is not None:
+                try:
+                    await asyncio.to_thread(remove, path)  # tens of GB take seconds
+                except OSError as error:
+                    log.error("%s cannot be removed: %s", path, error.strerror)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def is_loaded(status: int, body: bytes) -> bool:
