@@ -93,12 +93,15 @@ class Fleet:
                 log.warning("removed %d late session files", removed)
 
     async def first_verdicts(self) -> None:
-        """Wait until every decode engine is ready, and every pair of ready engines has been tested once."""
+        """Wait until every decode engine is ready, no engine is loading, and every pair that could be tested was."""
         await self._judged.wait()
 
     def _take_stock(self) -> None:
         seen = all(member.looks for member in self.members.values())
-        up = all(member.state is EngineState.READY for member in self.members.values() if member.role is Role.DECODE)
+        up = all(
+            member.state is EngineState.READY if member.role is Role.DECODE else member.state is not EngineState.LOADING
+            for member in self.members.values()
+        )
         tested = all(pair.tests > 0 or not pair.up for pair in self.pairs.values())
         if seen and up and (tested or not self._tests_pairs):
             self._judged.set()

@@ -358,6 +358,21 @@ async def test_engines_may_come_later_than_the_proxy(fake: Start) -> None:
         await recovered(p)
 
 
+async def test_the_first_verdict_waits_for_an_engine_that_loads(fake: Start) -> None:
+    """A pair is not judged while its prefill engine loads the model, and is proven as soon as that has come up."""
+    reader, writer = await fake(), await fake()
+    reader.knobs.loading = True
+    async with proxy(reader, writer, judged=False) as p:
+        await until(lambda: p.state("writer") is EngineState.READY and p.state("reader") is EngineState.LOADING)
+        judged = asyncio.create_task(p.proxy.fleet.first_verdicts())
+        assert (await p.long()).way == ("local", "prefill_down")
+        assert not judged.done()
+        reader.knobs.loading = False
+        async with asyncio.timeout(5):
+            await judged
+        assert (await p.long()).way == ("handover", "worth_moving")
+
+
 async def test_a_prefill_engine_that_is_killed_in_the_middle_is_used_again(fake: Start) -> None:
     """The answer comes all the same, and the health watcher notices the end and the return by itself."""
     reader, writer = await fake(), await fake()
