@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from splitproxy.adapter import Answer, Call, Deadlines
+from splitproxy.adapter import Answer, Call, Deadlines, Take
 from splitproxy.adapter import Progress as Told
 from splitproxy.app import listening
 from splitproxy.assembly import Proxy, assembled, deadlines
@@ -140,11 +140,13 @@ class _Watched:
         self._watch = watch
         self.status, self.headers, self.media_type = answer.status, answer.headers, answer.media_type
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        async for chunk in self._answer.chunks():
+    async def pour(self, take: Take) -> bool:
+        def noted(chunk: bytes) -> bool:
             if _TEXT.search(chunk):
                 self._watch._note("text")
-            yield chunk
+            return take(chunk)
+
+        return await self._answer.pour(noted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What splitproxy asks of an engine, whatever its kind. Handover and exchange know engines through this alone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -16,6 +16,9 @@ Progress = Callable[[Step, int, int], None]
 
 Encode = Callable[[str], Awaitable[Tokens]]
 """Makes token ids of a text. Raises ValueError for a text that it cannot encode."""
+
+Take = Callable[[bytes], bool]
+"""Takes a piece of an answer; False where it can take no more for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Call:
     method: str
     target: str
     headers: Sequence[tuple[str, str]]
-    body: bytes | AsyncIterator[bytes] | None
+    body: bytes | None
     streams: bool = False  # an event stream is expected: it must not fall silent
 
 
@@ -50,9 +53,20 @@ class Answer(Protocol):
     @property
     def media_type(self) -> str: ...
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The body in the pieces in which it came. Raises EngineError where it breaks off."""
+    async def pour(self, take: Take) -> bool:
+        """Hand the body to `take` in the pieces in which it comes, and at once: no task is woken for a piece.
+
+        Returns False at the body's end, and True when `take` has returned False: it has that piece, and wants no more
+        until `pour` is called again. Meanwhile nothing is read from the engine. Raises EngineError where the body
+        breaks off, and whatever `take` raises.
+        """
         ...
+
+
+def content_length(answer: Answer) -> int | None:
+    """The length that an engine gives its answer, if it does."""
+    value = next((value for name, value in answer.headers if name.lower() == "content-length"), "")
+    return int(value) if value.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,15 +217,18 @@ class _Sink:
         with _client_errors():
             await self.response.prepare(self._request)
 
-    async def write(self, data: bytes) -> None:
+    def send(self, data: bytes) -> bool:
         transport = self._request.transport
-        if self._flowing and transport is not None and not transport.get_write_buffer_size():
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-            return
+        if not self._flowing or transport is None or transport.get_write_buffer_size():
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    async def write(self, data: bytes) -> None:
         with _client_errors():
             await self.response.write(data)
         # Headers are out. While the client keeps up, chunks go straight to its connection.
-        self._flowing = self.response.chunked and transport is not None and not transport.is_closing()
+        self._flowing = self.response.chunked
 
     async def end(self) -> None:
         with _client_errors():

@@ -23,9 +23,13 @@ class ClientLeft(SplitproxyError):  # noqa: N818 - the field says it that way
 
 
 class Sink(Protocol):
-    """Where an answer is written to. Every method raises ClientLeft when the client is gone."""
+    """Where an answer is written to. Every method that waits raises ClientLeft when the client is gone."""
 
     async def start(self, status: int, headers: Headers, length: int | None) -> None: ...
+
+    def send(self, data: bytes) -> bool:
+        """Write at once, if the client keeps up; False: nothing was written, `write` has to wait for the client."""
+        ...
 
     async def write(self, data: bytes) -> None: ...
 
@@ -53,7 +57,6 @@ class Client:
         self._started = False
         self._committed = False
         self._events = False  # whether what has begun is a stream of events
-        self._between_events = True
         self._tail = b""
         self._last = time.monotonic()
         self._collected: list[bytes] | None = None  # a body that is sent in one piece, at its end
@@ -132,17 +135,29 @@ class Client:
         """Whether the client has been promised the answer of one engine: another can no longer take over."""
         return self._committed
 
-    async def relay(self, data: bytes) -> None:
-        """Pass a piece of the answer on."""
-        if not data:
-            return
+    def send(self, data: bytes) -> bool:
+        """Pass a piece of the answer on, if that needs no waiting; False: nothing was sent, `relay` must be awaited."""
         if self._collected is not None:
             self._collected.append(data)
-            return
+            return True
+        if not self._sink.send(data):
+            return False
+        self._note(data)
+        return True
+
+    async def relay(self, data: bytes) -> None:
+        """Pass a piece of the answer on."""
+        if data and not self.send(data):
+            self._note(data)
+            await self._sink.write(data)
+
+    def _note(self, data: bytes) -> None:
         self._last = time.monotonic()
-        self._tail = (self._tail + data)[-4:]
-        self._between_events = self._tail.endswith((b"\n\n", b"\r\n\r\n"))
-        await self._sink.write(data)
+        self._tail = data[-4:] if len(data) >= 4 else (self._tail + data)[-4:]
+
+    @property
+    def _between_events(self) -> bool:
+        return not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
 
     async def finish(self) -> None:
         """The engine's answer is complete."""

@@ -8,12 +8,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from splitproxy.adapter import content_length
 from splitproxy.admission import Turn
 from splitproxy.client import Client, ClientLeft, Sink
 from splitproxy.errors import Cause, EngineError, Fault, RequestError
 from splitproxy.model import Api, Ask, Outcome, RequestRecord, Role
+from splitproxy.relay import pass_on
 from splitproxy.request import Request
-from splitproxy.service import Incoming, Service, content_length
+from splitproxy.service import Incoming, Service
 from splitproxy.trace import Trace
 from splitproxy.wire import to_client
 
@@ -94,8 +96,7 @@ class Exchange(Service):
                 headers, trace.status = to_client(answer.headers), answer.status
                 trace.outcome = Outcome.OK if answer.status < 400 else Outcome.ERROR
                 await client.begin(answer.status, headers, length=content_length(answer), one_piece=False)
-                async for chunk in answer.chunks():
-                    await client.relay(chunk)
+                await pass_on(answer, client)
                 trace.answered = True
                 await client.finish()
         finally:

@@ -31,9 +31,13 @@ class Share:
         self._filled = prompt_tokens
         self._one_at_a_time = asyncio.Lock()
 
-    async def written(self, tokens: int) -> None:
-        """So many tokens were added. Raises RequestError when there is no room for them."""
+    def written(self, tokens: int) -> bool:
+        """So many tokens were added; False where `make_room` must be awaited before there are more."""
         self._filled += tokens
+        return self._filled <= self.cells
+
+    async def make_room(self) -> None:
+        """Get cells for what was written, if they are needed. Raises RequestError when there are none."""
         if self._filled > self.cells:
             await self._extend(self._filled + STEP_TOKENS, self._filled)
 

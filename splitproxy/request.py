@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from splitproxy import access
-from splitproxy.adapter import Answer, Engine
+from splitproxy.adapter import Answer, Engine, content_length
 from splitproxy.admission import Turn
 from splitproxy.answer_ids import IdReader
 from splitproxy.client import Client
@@ -18,9 +18,10 @@ from splitproxy.growth import Share
 from splitproxy.handover import Handover, Stage
 from splitproxy.ledger import NOTHING, Holding, Lease, Reservation
 from splitproxy.model import Api, Ask, Failure, HandoverFigures, Outcome, Prompt, Role, Route, Tokens
-from splitproxy.service import RETRY_AFTER_S, Incoming, Service, content_length
+from splitproxy.relay import Relay
+from splitproxy.service import RETRY_AFTER_S, Incoming, Service
 from splitproxy.speeds import Reading
-from splitproxy.sse import MEDIA_TYPE, is_comment, progress_event
+from splitproxy.sse import MEDIA_TYPE, progress_event
 from splitproxy.tokenize import surely_shorter
 from splitproxy.trace import Trace
 from splitproxy.verdict import Circumstances, likely_cause
@@ -370,18 +371,9 @@ class Request:
         headers = [*to_client(answer.headers), *_headers(trace, route, cost)]
         trace.status = answer.status
         await client.begin(answer.status, headers, length=content_length(answer), one_piece=one_piece)
-        async for chunk in answer.chunks():
-            if handover is not None and not is_comment(chunk):
-                handover.answering()
-            if not engine.is_preamble(chunk):
-                trace.chunk()
-                if job.phase is Phase.READING:
-                    job.begin(Phase.WRITING)
-            await client.relay(reader.feed(chunk))
-            if self.ask.api is Api.NATIVE:
-                self.ids.feed(chunk)
-            if not self.bounded:
-                await share.written(chunk.count(b"\n\n"))  # an event is about a token
+        ids = self.ids if self.ask.api is Api.NATIVE else None
+        relay = Relay(engine, client, trace, job, reader, ids, None if self.bounded else share)
+        await relay.run(answer)
         trace.answered = True
         rest = reader.close()
         if answer.status >= 400 or (streams and reader.failed):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from splitproxy import access
-from splitproxy.adapter import Answer, Call, Deadlines
+from splitproxy.adapter import Call, Deadlines
 from splitproxy.admission import Admission
 from splitproxy.errors import Cause, EngineError, Fault, RequestError, Step
 from splitproxy.fleet import Fleet
@@ -106,9 +106,3 @@ class Service:
     def queue_deadline(self, waited_s: float) -> float:
         """When a request that has waited so long already has waited long enough, on the loop's clock."""
         return asyncio.get_running_loop().time() + self.settings.queue_timeout_s - waited_s
-
-
-def content_length(answer: Answer) -> int | None:
-    """The length that an engine gives its answer, if it does."""
-    value = next((value for name, value in answer.headers if name.lower() == "content-length"), "")
-    return int(value) if value.isdigit() else None

@@ -19,7 +19,8 @@ PING = b":\n\n"
 
 
 class FakeSink:
-    """Records what a client would see. `leave` makes every later call fail, `stall` makes the next start wait."""
+    """Records what a client would see. `left` makes every later call fail, `stalled` makes the next start wait, and a
+    client that is `slow` takes nothing at once."""
 
     def __init__(self) -> None:
         self.started: list[tuple[int, Headers, int | None]] = []
@@ -27,6 +28,8 @@ class FakeSink:
         self.ended = self.aborted = False
         self.left = False
         self.stalled: asyncio.Event | None = None
+        self.slow = False
+        self.waited = 0
 
     async def start(self, status: int, headers: Headers, length: int | None) -> None:
         assert not self.started, "started twice"
@@ -35,9 +38,18 @@ class FakeSink:
         self._check()
         self.started.append((status, headers, length))
 
+    def send(self, data: bytes) -> bool:
+        assert self.started, "written before the start"
+        assert not self.ended
+        if self.slow or self.left:
+            return False
+        self.pieces.append(data)
+        return True
+
     async def write(self, data: bytes) -> None:
         assert self.started, "written before the start"
         self._check()
+        self.waited += 1
         self.pieces.append(data)
 
     async def end(self) -> None:
@@ -96,6 +108,19 @@ async def test_an_answer_goes_through_as_it_came() -> None:
     assert sink.started == [(200, STREAM, None)]
     assert sink.pieces == [b"data: 1\n\n", b"data: 2", b"\n\n"]
     assert sink.ended
+
+
+async def test_a_piece_leaves_at_once_or_not_at_all() -> None:
+    """A client that keeps up gets a piece without waiting; one that does not gets nothing until it is waited for."""
+    sink = FakeSink()
+    async with waiting(sink, keep_alive_s=NEVER_S) as client:
+        await client.begin(200, STREAM, length=None, one_piece=False)
+        assert client.send(b"data: 1\n\n")
+        sink.slow = True
+        assert not client.send(b"data: 2\n\n")
+        assert (sink.pieces, sink.waited) == ([b"data: 1\n\n"], 0)
+        await client.relay(b"data: 2\n\n")
+    assert (sink.pieces, sink.waited) == ([b"data: 1\n\n", b"data: 2\n\n"], 1)
 
 
 async def test_a_plain_answer_has_its_length() -> None:

@@ -38,6 +38,10 @@ class Pool:
         self.looks += 1
         return {0: SlotState(True, self.filled), 1: SlotState(True, 10**6)}
 
+    async def write(self, tokens: int) -> None:
+        if not self.share.written(tokens):
+            await self.share.make_room()
+
     async def erase(self, lease: Lease, slots: Iterable[int]) -> None:
         self.erased += slots
         self.ledger.erased(lease, self.erased)
@@ -54,9 +58,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_what_was_reserved_is_enough_for_what_fits() -> None:
     """Nothing is taken from the pool for tokens that were expected."""
     pool = Pool(reserved=300)
-    await pool.share.written(200)
+    await pool.write(200)
     assert pool.share.cells == 300
-    await pool.share.written(1)
+    await pool.write(1)
     assert pool.share.cells == 351
 
 
@@ -64,7 +68,7 @@ async def test_idle_slots_give_way() -> None:
     """More than is free is had by erasing what is idle."""
     pool = Pool(reserved=300, beside=600)
     pool.ledger.release(pool.beside)
-    await pool.share.written(401)
+    await pool.write(401)
     assert (pool.erased, pool.share.cells) == ([1], 551)
 
 
@@ -72,7 +76,7 @@ async def test_a_full_pool_ends_the_answer() -> None:
     """What runs beside it does not give way."""
     pool = Pool(reserved=300, beside=600)
     with pytest.raises(RequestError, match="set max_tokens") as caught:
-        await pool.share.written(401)
+        await pool.write(401)
     assert (caught.value.fault, pool.erased) == (Fault.OUT_OF_ROOM, [])
 
 

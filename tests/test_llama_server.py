@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,8 @@ from splitproxy.engines.slotfile import MAGIC
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, EngineState, Figures, InVain, Prompt, Ticket, Tokens
 from splitproxy.sessions import SessionStore
+from tests.harness import until
+from tests.raw_server import Exchange, Play, RawServer, raw_server
 
 URL = "http://engine:8081/base"
 DEADLINES = Deadlines(prefill_silence_s=11, transfer_timeout_s=22, decode_silence_s=33)
@@ -489,101 +492,97 @@ async def test_a_sample_is_greedy_and_pinned(engine: LlamaServer, wire: Wire) ->
 
 # --- clients' requests
 
-CLIENTS_CALL = Call(
-    "POST", "/v1/chat/completions?a=%2F", [("Content-Type", "x/y"), ("traceparent", "t")], b'{"a":1}', True
-)
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+CLIENTS_HEADERS = [("Content-Type", "x/y"), ("traceparent", "t")]
 
 
-async def test_a_clients_request_goes_as_it_came(engine: LlamaServer, wire: Wire) -> None:
-    """Method, target, headers and body are the client's; the answer's status, headers and pieces the engine's."""
-    headers = {"X-A": "1"}
-    wire.on("POST", "/v1/chat/completions?a=/", b"data: x\n\n", status=418, headers=headers,
-            content_type="text/event-stream")  # fmt: skip
-    async with engine.call(CLIENTS_CALL, DEADLINES) as answer:
-        assert (answer.status, answer.media_type) == (418, "text/event-stream")
-        assert ("X-A", "1") in answer.headers
-        assert b"".join([chunk async for chunk in answer.chunks()]) == b"data: x\n\n"
-    options = wire.options[0]
-    assert options["data"] == b'{"a":1}'
-    assert list(options["headers"]) == [("Content-Type", "x/y"), ("traceparent", "t")]
-    assert options["timeout"].total is None
-    assert options["allow_redirects"] is False
+def clients_call(*, streams: bool = True) -> Call:
+    return Call("POST", "/v1/chat/completions?a=%2F", CLIENTS_HEADERS, b'{"a":1}', streams)
 
 
-async def test_a_plain_answer_may_take_its_time(engine: LlamaServer, wire: Wire) -> None:
-    """Only an event stream must not fall silent: a plain answer is silent until it is complete."""
-    wire.on("GET", "/props", {})
-    async with engine.call(Call("GET", "/props", [], None), DEADLINES) as answer:
-        assert [chunk async for chunk in answer.chunks()] == [b"{}"]
-    assert wire.options[0]["timeout"].sock_read is None
+@asynccontextmanager
+async def answering(store: SessionStore, play: Play | bytes, key: str = "") -> AsyncIterator[tuple[RawServer, Any]]:
+    """An adapter in front of a server that answers as told."""
+    async with raw_server(play) as server:
+        engine = LlamaServer("a", server.url, key, store)
+        yield server, engine
+        await engine.close()
 
 
-@pytest.mark.parametrize(
-    ("fault", "cause"),
-    [
-        (aiohttp.ServerDisconnectedError(), Cause.DIED),
-        (TimeoutError(), Cause.TIMEOUT),
-        (OSError(113, "no"), Cause.DIED),
-    ],
-)
-async def test_a_clients_request_that_fails(engine: LlamaServer, wire: Wire, fault: Exception, cause: Cause) -> None:
-    """The HTTP client's exceptions stay in the adapter."""
-    wire.on("POST", "/v1/chat/completions?a=/", fault)
+async def test_a_clients_request_goes_as_it_came(store: SessionStore) -> None:
+    """Method, target, headers and body are the client's, and the engine's own key is added."""
+    pieces: list[bytes] = []
 
-    async def ask() -> None:
-        async with engine.call(CLIENTS_CALL, DEADLINES):
-            pytest.fail("there is no answer")
+    def take(piece: bytes) -> bool:
+        pieces.append(piece)
+        return True
 
-    assert blame(await failure(ask())) == (Step.DECODE, cause, None)
-
-
-@pytest.mark.parametrize("slots", [[1], [{"id": 0, "n_prompt_tokens": "many"}], [{"n_prompt_tokens": None}]])
-async def test_slots_of_another_shape(engine: LlamaServer, wire: Wire, slots: list[Any]) -> None:
-    """JSON that is not what was expected is the engine's fault, and no exception of ours."""
-    wire.on("GET", "/slots", slots)
-    assert blame(await failure(engine.slots())) == (Step.CONTROL, Cause.CORRUPT, None)
+    async with answering(store, STREAM + b"3\r\n{}\n\r\n0\r\n\r\n", "k3y") as (server, engine):
+        async with engine.call(clients_call(), DEADLINES) as answer:
+            assert not await answer.pour(take)
+        assert "k3y" not in repr(engine)
+    head = server.exchanges[0].head
+    assert head.startswith(b"POST /v1/chat/completions?a=%2F HTTP/1.1\r\n")
+    assert b"\r\nContent-Type: x/y\r\ntraceparent: t\r\nAuthorization: Bearer k3y\r\n" in head
+    assert (server.exchanges[0].body, pieces) == (b'{"a":1}', [b"{}\n"])
 
 
-async def test_abort_ends_every_call_and_no_later_one(engine: LlamaServer, wire: Wire) -> None:
-    """When an engine is given up, whoever waits for it is told at once; the next call is a new one."""
-    waiting = 0
-    all_wait = asyncio.Event()
+async def test_only_a_stream_must_not_fall_silent(store: SessionStore) -> None:
+    """A stream has a deadline for each piece; a plain answer is silent until it is complete."""
+    deadlines = Deadlines(prefill_silence_s=11, transfer_timeout_s=22, decode_silence_s=0.05)
 
-    async def hang() -> Any:
-        nonlocal waiting
-        waiting += 1
-        if waiting == 3:
-            all_wait.set()
-        if waiting <= 3:
-            await asyncio.Event().wait()
-        return {}
+    async def late(exchange: Exchange) -> None:
+        await asyncio.sleep(0.3)
+        with suppress(ConnectionError):
+            await exchange.say(STREAM + b"0\r\n\r\n")
 
-    wire.on("POST", "/v1/chat/completions?a=/", hang)
-
-    async def ask() -> int:
-        async with engine.call(CLIENTS_CALL, DEADLINES) as answer:
+    async def ask(engine: LlamaServer, streams: bool) -> int:
+        async with engine.call(clients_call(streams=streams), deadlines) as answer:
             return answer.status
 
-    tasks = [asyncio.create_task(ask()) for _ in range(3)]
-    await asyncio.wait_for(all_wait.wait(), 20)
-    engine.abort()
-    engine.abort()
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(error, EngineError) and error.step is Step.DECODE for error in found)
-    assert await ask() == 200
+    async with answering(store, late) as (_, engine):
+        assert blame(await failure(ask(engine, streams=True))) == (Step.DECODE, Cause.TIMEOUT, None)
+        assert await ask(engine, streams=False) == 200
 
 
-async def test_a_key_goes_with_every_call(store: SessionStore, wire: Wire) -> None:
-    """The engine's own key replaces the client's, on control calls and clients' requests alike."""
+async def test_abort_ends_every_call_and_no_later_one(store: SessionStore) -> None:
+    """When an engine is given up, whoever waits for it is told at once, one that waits for its client included."""
+    silent = 3
+    reached = 0
+
+    async def hang(exchange: Exchange) -> None:
+        if len(server.exchanges) != silent:
+            await exchange.say(STREAM + b"1\r\nx\r\n0\r\n\r\n")
+        else:
+            await exchange.gone()
+
+    async def ask() -> int:
+        nonlocal reached
+        async with engine.call(clients_call(), DEADLINES) as answer:
+            reached += 1
+            if reached < silent:
+                await asyncio.Event().wait()  # for a client that reads nothing
+            return int(answer.status)
+
+    async with answering(store, hang) as (server, engine):
+        tasks = [asyncio.create_task(ask()) for _ in range(2)]
+        await until(lambda: reached == 2)
+        tasks.append(asyncio.create_task(ask()))
+        await until(lambda: len(server.exchanges) == silent)
+        engine.abort()
+        engine.abort()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(error, EngineError) and error.step is Step.DECODE for error in found)
+        assert await ask() == 200
+
+
+async def test_a_key_goes_with_every_control_call(store: SessionStore, wire: Wire) -> None:
+    """An engine that wants a key gets it."""
     engine = LlamaServer("a", URL, "k3y", store)
     wire.on("GET", "/health", {})
-    wire.on("POST", "/v1/chat/completions?a=/", {})
     await engine.health()
-    async with engine.call(CLIENTS_CALL, DEADLINES):
-        pass
     await engine.close()
-    assert [("Authorization", "Bearer k3y") in list(options["headers"]) for options in wire.options] == [True, True]
-    assert "k3y" not in repr(engine)
+    assert wire.options[0]["headers"]["Authorization"] == "Bearer k3y"
 
 
 # --- what to change

@@ -1,11 +1,12 @@
 """What adapters of HTTP servers share: one client session, control calls, slot actions, and answers as they arrive.
 
 An adapter of one kind of server builds on `HttpEngine` and knows that server's paths and fields; nothing here does.
-Every connection is fresh: servers close idle and just-streamed ones unannounced.
+Control calls are aiohttp's, clients' calls go through `answers`. Every connection is fresh: servers close idle and
+just-streamed ones unannounced.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -14,11 +15,11 @@ import orjson
 from yarl import URL
 
 from splitproxy.adapter import Answer, Call, Deadlines
+from splitproxy.engines.answers import CONNECT_TIMEOUT_S, AnswerClient
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Figures
 
 CONTROL_TIMEOUT_S = 10.0
-CONNECT_TIMEOUT_S = 5.0
 
 
 class HttpEngine:
@@ -29,6 +30,7 @@ class HttpEngine:
         self._url = url
         self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._calls: set[asyncio.Timeout] = set()
+        self._answers = AnswerClient(url, tuple(self._key.items()))
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True, limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -75,21 +77,16 @@ class HttpEngine:
     async def call(self, call: Call, deadlines: Deadlines) -> AsyncGenerator[Answer]:
         silence_s = deadlines.decode_silence_s if call.streams else None
         with translated(Step.DECODE):
-            async with self.abortable() as timeout:
-                silence = Silence(timeout, silence_s)
-                try:
-                    async with self.request(call.method, call.target, call.body, headers=call.headers) as response:
-                        yield HttpAnswer(response, silence)
-                finally:
-                    silence.end()
+            async with self.abortable(), self._answers.call(call, silence_s) as answer:
+                yield answer
 
     @asynccontextmanager
-    async def abortable(self) -> AsyncGenerator[asyncio.Timeout]:
+    async def abortable(self) -> AsyncGenerator[None]:
         """A stretch of work that `abort` can end."""
         async with asyncio.timeout(None) as timeout:
             self._calls.add(timeout)
             try:
-                yield timeout
+                yield
             finally:
                 self._calls.discard(timeout)
 
@@ -99,18 +96,17 @@ class HttpEngine:
         self,
         method: str,
         target: str,
-        body: bytes | AsyncIterator[bytes] | None = None,
+        body: bytes | None = None,
         *,
-        headers: Sequence[tuple[str, str]] | None = None,
         timeout_s: float | None = None,
         silence_s: float | None = None,
     ) -> Any:
-        json_type = [("Content-Type", "application/json")] if body is not None else []
+        json_type = {"Content-Type": "application/json"} if body is not None else {}
         return self._http.request(
             method,
             URL(self._url + target, encoded=True),
             data=body,
-            headers=[*(json_type if headers is None else headers), *self._key.items()],
+            headers=json_type | self._key,
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s),
         )
@@ -139,55 +135,6 @@ class HttpEngine:
             wanted = "object" if shape is dict else "list"
             raise EngineError(step, Cause.REFUSED, f"{target.partition('?')[0]} gave no JSON {wanted}")
         return found
-
-
-class Silence:
-    """Ends a call whose engine falls silent. Its timer is moved when it rings, not with each piece of the answer."""
-
-    def __init__(self, timeout: asyncio.Timeout, limit_s: float | None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._timeout = timeout
-        self._limit_s = limit_s or 0.0
-        self._since: float | None = self._loop.time()  # None: it is the client that is waited for
-        self._timer = self._loop.call_later(self._limit_s, self._ring) if limit_s else None
-
-    def begin(self) -> None:
-        """The engine is waited for."""
-        self._since = self._loop.time()
-
-    def pause(self) -> None:
-        """The engine has said something, and now the client is waited for."""
-        self._since = None
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _ring(self) -> None:
-        now = self._loop.time()
-        due = (now if self._since is None else self._since) + self._limit_s
-        if due > now:
-            self._timer = self._loop.call_at(due, self._ring)
-        elif not self._timeout.expired():
-            self._timeout.reschedule(now)
-
-
-class HttpAnswer:
-    def __init__(self, response: aiohttp.ClientResponse, silence: Silence) -> None:
-        self._response = response
-        self._silence = silence
-        self.status = response.status
-        self.headers: Sequence[tuple[str, str]] = tuple(response.headers.items())
-        self.media_type = response.content_type
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        silence, read = self._silence, self._response.content.readany
-        with translated(Step.DECODE):
-            silence.begin()
-            while chunk := await read():
-                silence.pause()
-                yield chunk
-                silence.begin()
 
 
 @contextmanager
