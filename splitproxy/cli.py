@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     _set_up_logging(options.log_level)
     try:
-        code: int = asyncio.run(options.run(options))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            code: int = runner.run(options.run(options))
         return code
     except ConfigError as error:
         for fault in error.faults:
@@ -54,6 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The event loop of the extra `fast` where that is installed: passing an answer on then takes less CPU."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def _parser() -> argparse.ArgumentParser:

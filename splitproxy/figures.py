@@ -15,7 +15,8 @@ from splitproxy.model import Figures, HandoverFigures
 _LONGEST_OBJECT_BYTES = 64 * 1024
 _REASONING_MARKS = (b'"reasoning_content":"', b'"thinking_delta"', b'"type":"thinking"', b'"reasoning_text')
 _KEYS = ("timings", "usage", "error", "prompt_progress")
-_TIMINGS, _USAGE, _ERROR, _PROGRESS = (f'"{key}"'.encode() for key in _KEYS)
+_KEY = re.compile(f'"(?:{"|".join(_KEYS)})"'.encode())
+_KEY_OR_REASONING = re.compile(b"|".join((_KEY.pattern, *_REASONING_MARKS)))
 _OBJECT_START = re.compile(f'"({"|".join(_KEYS)})"\\s*:\\s*(?=\\{{)'.encode())
 # A string that has no end yet reaches to the end: a brace inside it is none.
 _JSON_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[{}]', re.DOTALL)
@@ -52,6 +53,7 @@ class FigureReader:
         self._whole = whole
         self._held = b""
         self._pieces: list[bytes] = []  # of an answer that waits as a whole
+        self._telling = _KEY_OR_REASONING  # what a piece must hold to be looked at
         self.reasoned = False  # whether the answer holds reasoning apart from its text
         self.failed = False  # whether the answer is an error, or ends in one
         self.timings: dict[str, Any] = {}
@@ -62,10 +64,8 @@ class FigureReader:
         if self._whole:
             self._pieces.append(chunk)
             return b""
-        if not self._held and chunk.endswith(b"\n\n") and not _may_hold_a_key(chunk):
-            # Nearly every event of a stream: four searches instead of two patterns.
-            self._notice_reasoning(chunk)
-            return chunk
+        if not self._held and chunk.endswith(b"\n\n") and not self._telling.search(chunk):
+            return chunk  # nearly every event of a stream
         data = self._held + chunk
         self._notice_reasoning(data)
         out: list[bytes] = []
@@ -106,9 +106,8 @@ class FigureReader:
         return b"".join([*out, data[place:]])
 
     def _notice_reasoning(self, data: bytes) -> None:
-        if not self.reasoned:
-            content, delta, block, text = _REASONING_MARKS
-            self.reasoned = content in data or delta in data or block in data or text in data
+        if not self.reasoned and any(mark in data for mark in _REASONING_MARKS):
+            self.reasoned, self._telling = True, _KEY
 
     def _replace(self, key: str, text: bytes) -> bytes:
         if key == "error":
@@ -129,10 +128,6 @@ class FigureReader:
     def figures(self) -> Figures | None:
         """The engine's own figures of the answer, as far as it gave them."""
         return _from_timings(self.timings) or _from_usage(self.usage)
-
-
-def _may_hold_a_key(data: bytes) -> bool:
-    return _TIMINGS in data or _USAGE in data or _ERROR in data or _PROGRESS in data
 
 
 def _depth(data: bytes, place: int) -> int:
