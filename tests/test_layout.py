@@ -40,6 +40,7 @@ KNOWN_TO = {
     "pydantic": {"checked", "config", "strata.runconfig"},
     "rich": {"charts", "cli", "demo", "screen"},
     "tiktoken": {"vocab.codec", "vocab.rank_file"},
+    "uvloop": {"cli"},
     "xllamacpp": {"engines.embedded"},
 }
 
