@@ -39,10 +39,12 @@ _KILL_TIMEOUT_S = 10.0
 _TAIL_LINES = 15
 
 # Runs in the child before the engine's program replaces it. Python between fork and exec (preexec_fn) could meet a lock
-# that another thread of the proxy held at the fork; this starts clean, and the process number stays the same.
+# that another thread of the proxy held at the fork; this starts clean, and the process number stays the same. Session
+# files hold conversations, and are for their owner alone.
 _TRAMPOLINE = """
 import ctypes, os, signal, sys
 parent, cpus, program, *rest = sys.argv[1:]
+os.umask(0o077)
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
@@ -223,7 +225,6 @@ class Child:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                umask=0o077,  # session files hold conversations
             )
 
     async def _answers(self, progress: Progress) -> bool:
