@@ -26,6 +26,7 @@ from splitproxy.ledger import Holding, Ledger
 from splitproxy.model import EngineState, PairState, Policy, Role, Tokens
 from splitproxy.router import Demand, Rules, decide
 from splitproxy.sessions import SessionStore
+from splitproxy.speeds import Reading
 
 SLOTS, HELD_TOKENS = 8, 128 * 1024
 BUDGET_MS = 0.2
@@ -62,7 +63,7 @@ async def measure(runs: int) -> dict[str, list[float]]:
         for name, member in fleet.members.items():
             member.state = EngineState.READY
             for length in (500, 2000, 8000, 30_000):
-                fleet.forecast.speeds.learn_reading(name, 0, length, length)
+                fleet.forecast.speeds.learn_reading(name, Reading(0, length), length)
         fleet.pairs["reader", "writer"].state = PairState.PROVEN
 
         def one(tokens: Tokens) -> None:

@@ -41,6 +41,7 @@ from splitproxy.measures import Limits
 from splitproxy.mixes import Prompt
 from splitproxy.model import Policy, Role
 from splitproxy.sessions import SessionStore, fresh_dir
+from splitproxy.speeds import Reading
 from tests.fake_engine import FakeEngine
 from tests.models import SMALL, tiny_model
 
@@ -173,7 +174,7 @@ async def stand(config: Config, store: SessionStore) -> AsyncIterator[Stand]:
         engine = proxy.fleet.engine(proxy.ledger.ready(Role.DECODE)[0])
         found = Stand(proxy, Caller(url, http, await words_per_token(engine)), 1.0)
         await found.practise()
-        read_s = proxy.fleet.forecast.speeds.read_s(engine.name, 0, 2000)
+        read_s = proxy.fleet.forecast.speeds.read_s(engine.name, Reading(0, 2000))
         found._read_tps = 2000 / (read_s or 1.0)
         yield found
 

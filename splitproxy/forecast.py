@@ -144,7 +144,7 @@ class Forecast:
             read_s = self.speeds.restore_s(engine, size)
         else:
             held = min(route.held_tokens or 0, tokens)
-            read_s = self.speeds.read_s(engine, held, tokens - held) or 0.0
+            read_s = self.speeds.read_s(engine, Reading(held, tokens - held)) or 0.0
         write_s = self.speeds.write_s(engine, self.speeds.answer_tokens(ask.max_tokens))
         return self.job(engine, read_s, write_s, streamed=ask.stream)
 
@@ -158,6 +158,8 @@ class Forecast:
                 other.crowded = job.crowded = True
             else:
                 other.hindered = job.hindered = True
+        if job.reads is not None and (read_s := self._predicted_s(job.engine, job.reads)) is not None:
+            job.read_s = read_s  # what it reads is certain by now
         together = self._together.setdefault(job.engine, _Together(now))
         together.at_work += 1
         if job.reads is None or not job.streamed:
@@ -243,7 +245,11 @@ class Forecast:
     def _reading_s(self, engine: str, held: int, tokens: int | None, beside: int = 0) -> float | None:
         if tokens is None:
             return None
-        now = self.clock()
         held = min(held, max(tokens - 1, 0))
+        return self._predicted_s(engine, Reading(held, max(tokens - 1 - held, 1), beside))
+
+    def _predicted_s(self, engine: str, reading: Reading) -> float | None:
+        """Seconds that a reading takes if it begins now."""
+        now = self.clock()
         hindered = any(job.engine != engine and job.at(now) is Phase.READING for job in self._jobs)
-        return self.speeds.read_s(engine, held + beside, max(tokens - 1 - held, 1), hindered=hindered)
+        return self.speeds.read_s(engine, reading, hindered=hindered)

@@ -15,7 +15,7 @@ from splitproxy.member import Member
 from splitproxy.model import EngineState, InVain, PairState, Role
 from splitproxy.probe import SAME_MODEL, Probe, Report, compare
 from splitproxy.slots import Slots
-from splitproxy.speeds import Speeds
+from splitproxy.speeds import Reading, Speeds
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class Pairs(Mapping[tuple[str, str], Pair]):
         read = report.tokens - 1
         for engine, tokens_per_s in ((source, report.prefill_tokens_per_s), (target, report.decode_tokens_per_s)):
             if tokens_per_s > 0:
-                self._speeds.learn_reading(engine, 0, read, 1000 * read / tokens_per_s)
+                self._speeds.learn_reading(engine, Reading(0, read), 1000 * read / tokens_per_s)
         self._speeds.learn_move(source, target, read, report.session_bytes, report.save_ms, report.restore_ms)
 
     def _fail(self, pair: Pair, name: str, fault: str, advice: list[str]) -> None:

@@ -243,7 +243,7 @@ class Request:
             return None
         moved = self.trace.handover is not None and self.trace.handover.stage is Stage.RESTORED
         held = len(self.known) - 1 if moved else min(lease.held, len(self.known) - 1)
-        return Reading(held + self.trace.beside, len(self.known) - held)
+        return Reading(held, len(self.known) - held, self.trace.beside)
 
     async def _ready_slot(self, route: Route) -> Lease:
         """A decode slot, with the waiting session restored into it if there is one."""

@@ -17,6 +17,9 @@ from splitproxy.model import RequestRecord, RouteKind
 
 SAMPLES_PER_BUCKET = 5
 BUCKETS_PER_OCTAVE = 2
+MOST_BUCKETS = (
+    64  # of which those that got no sample for longest are forgotten: a fit takes about 10 us for each sample
+)
 SAMPLE_HALF_LIFE, LEAST_WEIGHT = 48.0, 0.2  # samples after which one counts half; what the oldest still counts
 LEAST_VALUE, MOST_VALUE = 1e-6, 1e13  # milliseconds or bytes beyond which nothing was measured
 ROUNDS = 5  # of re-weighting; the sum of absolute deviations has settled by then
@@ -26,7 +29,7 @@ SURPRISES = 3  # in a row, and as far off as each other: the engine has changed
 SAMPLES_TO_KNOW = 3  # of a size, before another of it can surprise
 # A slope alone is fitted until the sizes seen lie this far apart: noise would make a large constant of nothing, and
 # predict nonsense for other sizes.
-SPREAD_FOR_TWO, SPREAD_FOR_THREE = 2.0, 8.0
+SPREAD_FOR_TWO, SPREAD_FOR_ALL = 2.0, 8.0
 LEAST_READ_TOKENS = 8  # fewer tell about the engine's overhead alone
 MEDIAN_OF = 21
 TYPICAL_ANSWER_TOKENS = 128  # until answers have been seen
@@ -45,6 +48,9 @@ class _Sample:
         return self.parts[0]
 
 
+_Bucket = tuple[int, ...]
+
+
 class Fit:
     """value = w0 * size + w1 * part1 + ..., all weights at least 0, fitted to the latest samples of every size.
 
@@ -53,15 +59,20 @@ class Fit:
 
     def __init__(self, parts: int) -> None:
         self._count = parts
-        self._buckets: dict[tuple[int, int], deque[_Sample]] = {}
+        self._buckets: dict[_Bucket, deque[_Sample]] = {}  # the one that got a sample last is the last
         self._weights: tuple[float, ...] | None = None
-        self._samples = 0
+        self._learned = 0
         self._surprises: list[float] = []
 
     @property
     def weights(self) -> tuple[float, ...] | None:
         """None until the first sample."""
         return self._weights
+
+    @property
+    def samples(self) -> int:
+        """How many are kept."""
+        return sum(map(len, self._buckets.values()))
 
     def predict(self, parts: Sequence[float]) -> float | None:
         if self._weights is None:
@@ -73,10 +84,13 @@ class Fit:
         sound = LEAST_VALUE <= value <= MOST_VALUE and parts[0] > 0 and min(parts) >= 0 and max(parts) <= MOST_VALUE
         if not sound:
             return
-        self._samples += 1
-        bucket = self._buckets.setdefault(_bucket(parts), deque(maxlen=SAMPLES_PER_BUCKET))
+        self._learned += 1
+        key = _bucket(parts)
+        bucket = self._buckets[key] = self._buckets.pop(key, deque(maxlen=SAMPLES_PER_BUCKET))
+        while len(self._buckets) > MOST_BUCKETS:
+            del self._buckets[next(iter(self._buckets))]
         self._wonder(bucket, parts[0], value)
-        bucket.append(_Sample(parts, value, self._samples))
+        bucket.append(_Sample(parts, value, self._learned))
         self._fit()
 
     def _wonder(self, bucket: "deque[_Sample]", size: float, value: float) -> None:
@@ -94,7 +108,7 @@ class Fit:
 
     def _scale(self, factor: float) -> None:
         """All that was seen before the surprises is taken to have changed by the same factor: the shape stays."""
-        since = self._samples - len(self._surprises)
+        since = self._learned - len(self._surprises)
         for number, bucket in self._buckets.items():
             self._buckets[number] = deque(
                 (
@@ -109,7 +123,7 @@ class Fit:
         samples = list(chain.from_iterable(map(_without_odd_ones, self._buckets.values())))
         sizes = [sample.size for sample in samples]
         spread = max(sizes) / min(sizes)
-        wanted = 1 if spread < SPREAD_FOR_TWO else 2 if spread < SPREAD_FOR_THREE else 3
+        wanted = 1 if spread < SPREAD_FOR_TWO else 2 if spread < SPREAD_FOR_ALL else self._count
         count = min(wanted, self._count)
         weights = [statistics.median(sample.value / sample.size for sample in samples)] + [0.0] * (count - 1)
         for _ in range(ROUNDS if count > 1 else 0):
@@ -129,7 +143,7 @@ class Fit:
             parts = [part / sample.value for part in sample.parts[:count]]
             ratio = max(sum(map(operator.mul, weights, parts)), 1e-9)
             says = max(abs(math.log(ratio)), NOISE) / max((ratio - 1) ** 2, NOISE**2)
-            says *= max(0.5 ** ((self._samples - sample.number) / SAMPLE_HALF_LIFE), LEAST_WEIGHT)
+            says *= max(0.5 ** ((self._learned - sample.number) / SAMPLE_HALF_LIFE), LEAST_WEIGHT)
             for i, part in enumerate(parts):
                 right[i] += says * part
                 for j in range(i, count):
@@ -137,10 +151,10 @@ class Fit:
         return _solve(matrix, right)
 
 
-def _bucket(parts: Sequence[float]) -> tuple[int, int]:
+def _bucket(parts: Sequence[float]) -> _Bucket:
     """Samples whose values must be alike: of about one size and, where more than that counts, of about one shape."""
-    shape = math.frexp(parts[1] / parts[0])[1] if len(parts) > 2 else 0
-    return math.floor(BUCKETS_PER_OCTAVE * math.log2(parts[0])), shape
+    shape = tuple(math.frexp(part / parts[0])[1] for part in (parts[1], *parts[3:])) if len(parts) > 2 else ()
+    return math.floor(BUCKETS_PER_OCTAVE * math.log2(parts[0])), *shape
 
 
 def _without_odd_ones(bucket: Collection[_Sample]) -> list[_Sample]:
@@ -172,7 +186,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 
 def _eliminate(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gauss's way for a symmetric positive matrix of at most three rows; what it cannot tell is 0."""
+    """Gauss's way for a symmetric positive matrix of a few rows; what it cannot tell is 0."""
     size = len(right)
     for pivot in range(size):
         if matrix[pivot][pivot] <= 1e-300:
@@ -206,26 +220,28 @@ class Median:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`count` tokens that an engine reads while it holds `start`, in all of its slots: attention passes over them."""
+    """`count` tokens that an engine reads behind `held` ones, while its other slots hold `beside`.
 
-    start: int
+    Attention looks back on what is held, and on some engines it passes over all the rest of the pool, though faster.
+    """
+
+    held: int
     count: int
+    beside: int = 0
 
     @property
-    def parts(self) -> tuple[float, float, float]:
-        return _span(self.start, self.count)
-
-
-def _span(start: int, count: int) -> tuple[float, float, float]:
-    """What reading depends on: tokens, what attention looks back on (in thousands), and that there is a reading."""
-    return float(count), count * (start + count / 2) / 1000, 1.0
+    def parts(self) -> tuple[float, float, float, float]:
+        """What its time depends on: tokens, what they look back on and what lies beside that (both in thousands), and
+        that there is a reading at all."""
+        looked_back = self.count * (self.held + self.count / 2)
+        return float(self.count), looked_back / 1000, 1.0, self.count * self.beside / 1000
 
 
 @dataclass(slots=True)
 class EngineSpeeds:
     """One engine. Times are milliseconds, writing is milliseconds for a token."""
 
-    reading: Fit = field(default_factory=lambda: Fit(3))
+    reading: Fit = field(default_factory=lambda: Fit(4))
     hindrance: Median = field(default_factory=Median)  # how much longer it reads while another engine reads
     writing: Median = field(default_factory=Median)
     saving: Fit = field(default_factory=lambda: Fit(2))
@@ -246,18 +262,18 @@ class Speeds:
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
-    def learn_reading(self, engine: str, start: int, count: int, ms: float, *, hindered: bool = False) -> None:
-        """The engine read `count` tokens; `start` it held before, in all of its slots: attention passes over them.
+    def learn_reading(self, engine: str, reading: Reading, ms: float, *, hindered: bool = False) -> None:
+        """The engine took `ms` for a reading.
 
         `hindered`: another engine read at the same time, which may be on the same processor, memory or bus.
         """
         known = self.engine(engine)
-        if count < LEAST_READ_TOKENS:
+        if reading.count < LEAST_READ_TOKENS:
             return
-        if hindered and (alone_ms := known.reading.predict(_span(start, count))):
+        if hindered and (alone_ms := known.reading.predict(reading.parts)):
             known.hindrance.learn(ms / alone_ms)
         else:
-            known.reading.learn(_span(start, count), ms)
+            known.reading.learn(reading.parts, ms)
 
     def slowed_part(self, engine: str) -> float:
         """The part of another engine's reading time by which this one's takes longer meanwhile."""
@@ -268,8 +284,7 @@ class Speeds:
         """Readings that overlapped took so long together. The model is a sum, so it can be taught one."""
         if sum(reading.count for reading in readings) >= LEAST_READ_TOKENS:
             parts = zip(*(reading.parts for reading in readings), strict=True)
-            size, look_back, number = (sum(part) for part in parts)
-            self.engine(engine).reading.learn((size, look_back, number), ms)
+            self.engine(engine).reading.learn(tuple(sum(part) for part in parts), ms)
 
     def learn_move(
         self, source: str, target: str, tokens: int, session_bytes: int, save_ms: float, restore_ms: float
@@ -285,17 +300,15 @@ class Speeds:
         if figures is None or route is None:
             return
         if not record.crowded:
-            start = figures.cached_tokens + record.beside
-            self.learn_reading(record.engine, start, figures.read_tokens, figures.prompt_ms, hindered=record.hindered)
+            reading = Reading(figures.cached_tokens, figures.read_tokens, record.beside)
+            self.learn_reading(record.engine, reading, figures.prompt_ms, hindered=record.hindered)
         if figures.answer_tokens > 1 and figures.answer_ms > 0:
             self.engine(record.engine).writing.learn(figures.answer_ms / figures.answer_tokens)
         self._answer.learn(figures.answer_tokens)
         if moved is not None and route.prefill_engine is not None:
             tokens = moved.prefill_cached_tokens + moved.prefill_read_tokens
-            self.learn_reading(
-                route.prefill_engine, moved.prefill_cached_tokens, moved.prefill_read_tokens, moved.prefill_ms,
-                hindered=record.prefill_hindered,
-            )  # fmt: skip
+            reading = Reading(moved.prefill_cached_tokens, moved.prefill_read_tokens)
+            self.learn_reading(route.prefill_engine, reading, moved.prefill_ms, hindered=record.prefill_hindered)
             self.learn_move(
                 route.prefill_engine, record.engine, tokens, moved.session_bytes, moved.save_ms, moved.restore_ms
             )
@@ -305,13 +318,13 @@ class Speeds:
 
     # -- predicting ----------------------------------------------------------------------------------------------------
 
-    def read_s(self, engine: str, start: int, count: int, *, hindered: bool = False) -> float | None:
-        """Seconds to read `count` tokens while `start` are held in all of the engine's slots."""
+    def read_s(self, engine: str, reading: Reading, *, hindered: bool = False) -> float | None:
+        """Seconds that a reading takes; None while the engine's speed is not known."""
         known = self.engine(engine)
-        if count <= 0:
+        if reading.count <= 0:
             return 0.0
         factor = max(known.hindrance.value or 1.0, 1.0) if hindered else 1.0
-        alone_s = _seconds(known.reading.predict(_span(start, count)))
+        alone_s = _seconds(known.reading.predict(reading.parts))
         return None if alone_s is None else factor * alone_s
 
     def session_bytes(self, source: str, target: str, tokens: int) -> int:
@@ -348,7 +361,7 @@ class Speeds:
             "reads_tokens_per_s": {
                 str(length): round(length / seconds, 1)
                 for length in (512, 2048, 8192)
-                if (seconds := self.read_s(engine, 0, length))
+                if (seconds := self.read_s(engine, Reading(0, length)))
             },
             "writes_tokens_per_s": round(1000 / writing, 1) if writing else None,
             "saves_bytes_per_s": _rate(known.saving),

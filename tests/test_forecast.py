@@ -100,8 +100,8 @@ def test_the_wait_for_a_slot(
 def test_the_views_get_their_seconds(forecast: Forecast, clock: Clock) -> None:
     """Speeds and jobs become the seconds that the router weighs."""
     speeds = forecast.speeds
-    speeds.learn_reading("w", 0, 1000, 4000)
-    speeds.learn_reading("r", 0, 1000, 1000)
+    speeds.learn_reading("w", Reading(0, 1000), 4000)
+    speeds.learn_reading("r", Reading(0, 1000), 1000)
     speeds.learn_move("r", "w", 1000, 1_000_000, 100, 50)
     with jobs(forecast, (Phase.WRITING, 0, 9), (Phase.READING, 3, 4)), forecast.job("r", 2.0):
         view = forecast.decode_view(DecodeView("w", 100, 8192, 0), 1101)
@@ -115,7 +115,7 @@ def test_the_views_get_their_seconds(forecast: Forecast, clock: Clock) -> None:
 def test_the_work_of_a_request(forecast: Forecast) -> None:
     """A local answer reads what is not held; a moved one only restores; both write a usual answer at most."""
     speeds = forecast.speeds
-    speeds.learn_reading("w", 0, 1000, 4000)
+    speeds.learn_reading("w", Reading(0, 1000), 4000)
     speeds.learn_move("r", "w", 1000, 1_000_000, 100, 50)
     speeds.engine("w").writing.learn(100)
     local = Route(RouteKind.LOCAL, Reason.WARM, "w", held_tokens=500, prompt_tokens=1000)
@@ -159,7 +159,7 @@ def together(forecast: Forecast, clock: Clock, *, finished: bool, known: bool) -
         clock.now += 1
         if finished:
             two.begin(Phase.WRITING)
-    return forecast.speeds.read_s("w", 0, 1000)
+    return forecast.speeds.read_s("w", Reading(0, 1000))
 
 
 def test_readings_that_overlap_teach_as_one(forecast: Forecast, clock: Clock) -> None:
@@ -181,7 +181,7 @@ def test_one_reading_alone_is_left_to_the_engines_own_figures(forecast: Forecast
         job.begin(Phase.READING, reads=Reading(0, 1000))
         clock.now += 3
         job.begin(Phase.WRITING)
-    assert forecast.speeds.read_s("w", 0, 1000) is None
+    assert forecast.speeds.read_s("w", Reading(0, 1000)) is None
 
 
 def test_readings_of_different_engines_are_marked(forecast: Forecast) -> None:

@@ -1,4 +1,4 @@
-"""An engine that revives conversations is believed to after it has shown it, and until it shows otherwise."""
+"""An engine is taken to revive conversations until it shows that it does not."""
 
 from splitproxy.model import Tokens
 from splitproxy.recall import PROMPTS, VERDICTS, Recall
@@ -10,23 +10,26 @@ def longer(ids: list[int]) -> Tokens:
     return Tokens([*ids, 1, 2, 3])
 
 
-def test_nothing_is_believed_before_it_was_seen() -> None:
-    """What an engine read before counts for nothing until it has reused more than its slot held."""
+def test_an_engine_gets_the_chance_to_revive() -> None:
+    """What it read lately is taken to be at hand, before anything is known of its habits; nothing else is."""
     recall = Recall()
     recall.learn("e", Tokens(A), 0, 0)
     recall.learn("e", Tokens(B), 0, 0)
-    assert recall.held("e", longer(A), 5) == 5
-
-
-def test_an_engine_that_revives_is_believed() -> None:
-    """Once it reused a prompt that had left its slot, all prompts of late are taken to be at hand."""
-    recall = Recall()
-    recall.learn("e", Tokens(A), 0, 0)
-    recall.learn("e", Tokens(B), 0, 0)
-    recall.learn("e", longer(A), 0, 1000)
-    assert recall.held("e", longer(B), 0) == 1000
+    assert recall.held("e", longer(A), 5) == 1000
     assert recall.held("e", longer(B), 1002) == 1002
+    assert recall.held("e", Tokens(range(9000, 9900)), 5) == 5
     assert recall.held("other", longer(B), 7) == 7
+
+
+def test_an_engine_that_does_not_revive_is_believed() -> None:
+    """One that read again what it had read lately is not expected to do better the next time."""
+    recall = Recall()
+    recall.learn("e", Tokens(A), 0, 0)
+    recall.learn("e", Tokens(B), 0, 0)
+    recall.learn("e", longer(A), 0, 0)
+    assert recall.held("e", longer(B), 0) == 0
+    recall.learn("e", longer(B), 0, 1000)
+    assert recall.held("e", longer(A), 0) == 1003
 
 
 def test_an_engine_that_stops_is_not() -> None:
@@ -44,9 +47,10 @@ def test_an_engine_that_stops_is_not() -> None:
 
 
 def test_what_the_slot_held_tells_nothing() -> None:
-    """Reuse that the slot alone explains is no sign of a memory."""
+    """Reuse that the slot alone explains is no sign of a memory, and none of a lack of it."""
     recall = Recall()
     recall.learn("e", Tokens(A), 0, 0)
+    recall.learn("e", longer(A), 0, 0)
     recall.learn("e", longer(A), 900, 1000)
     assert recall.held("e", longer(A), 3) == 3
 
@@ -55,7 +59,7 @@ def test_old_prompts_are_forgotten() -> None:
     """Only so many prompts are remembered."""
     recall = Recall()
     recall.learn("e", Tokens(A), 0, 0)
-    recall.learn("e", longer(A), 0, 1000)
+    assert recall.held("e", longer(A), 3) == 1000
     for number in range(PROMPTS):
         recall.learn("e", Tokens([9000 + number]), 0, 0)
     assert recall.held("e", longer(A), 3) == 3
