@@ -30,8 +30,10 @@ class _Engine:
 
 @dataclass(slots=True)
 class Recall:
-    """All engines. Until one has shown that it does not revive prompts it is taken to: where that is wrong, one handover
-    takes longer than predicted and says so; the other mistake would keep it from ever being asked."""
+    """All engines. Until one has shown that it does not revive prompts, it is taken to.
+
+    Where that is wrong, one handover takes longer than predicted and shows it; the other mistake would show nothing.
+    """
 
     _engines: dict[str, _Engine] = field(default_factory=dict)
 
