@@ -2,12 +2,13 @@
 
     python -m bench.never_worse [--rounds 3] [--cells PATTERN] [--markdown FILE]
 
-Two real engines of this machine, one core each, with a random model of middling speed; for slow saves two fake engines,
-because real ones save too fast into RAM. One proxy stands in front of them, and its policy is changed between runs, in
-another order each round. A cell is a kind of load: short or long prompts, cold or with most of it held by the decode
-engine, one after the other or in bursts (which make whoever reads them busy), and with an idle decode engine or with
-answers running on it. Compared are medians over the rounds of the mean time to the first token and of
-the goodput, which is requests a second that keep both limits; the answers that run are requests like any other.
+Two real engines of this machine, one core each, with a random model of middling speed or with SmolLM2; for slow saves
+two fake engines, because real ones save too fast into RAM. One proxy stands in front of them, and its policy is changed
+between runs, in another order each round. A cell is a kind of load: short or long prompts, cold or with most of it held
+by the decode engine, or all of these mixed; one after the other or in bursts (which make whoever reads them busy), and
+with an idle decode engine or with answers running on it. Compared are medians over the rounds of the mean time to the
+first token and of the goodput, which is requests a second that keep both limits; the answers that run are requests like
+any other.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import platform
 import random
 import statistics
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,7 @@ from splitproxy.app import listening
 from splitproxy.assembly import Proxy, assembled
 from splitproxy.bench import words_per_token
 from splitproxy.config import Config
+from splitproxy.demo import demo_model
 from splitproxy.launch import Launcher
 from splitproxy.load import Caller, client_session, open_loop
 from splitproxy.measures import Limits
@@ -48,27 +50,37 @@ from tests.models import SMALL, tiny_model
 ARMS = (Policy.AUTO, Policy.ALWAYS, Policy.NEVER)
 FLOOR_TOKENS = 64
 HELD_PART = 0.75  # of a warm prompt
-REAL, EQUAL, SLOW_SAVE = "real", "simulated", "slow save"
+REAL, SMOLLM2, EQUAL, SLOW_SAVE = "real", "SmolLM2", "simulated", "slow save"
 FAKE_TPS, FAKE_WRITE_TPS = 4000.0, 200.0
 BURST = 4
 PACE = {1: 1.6, BURST: 5.0}  # a prompt, or a burst, comes after so many times what reading one alone takes
-CHAT_TOKENS, CHAT_ANSWER, CHAT_EVERY_S, CHAT_LEAD_S = 24, 96, 0.35, 0.3
-CHAT_LIMIT_S, GAP_LIMIT_S = 0.5, 0.15
+CHAT_TOKENS, CHAT_LEAD_S, GAP_LIMIT_S = 24, 0.3, 0.15
 LOST_S = 99.0  # stands for a first token that never came
 LATE_FACTOR = {1: 2.5, BURST: 4.5}  # a first token is in time within so many times what reading its prompt alone takes
 BOUND = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A kind of load."""
+class Sizes:
+    """What engines of a kind are asked, so that they are busy and not overrun."""
 
-    engines: str  # which stand
+    short: int
+    long: int
+    chat_answer: int
+    chat_every_s: float
+    chat_limit_s: float
+
+
+FAST = Sizes(400, 2000, 96, 0.35, 0.5)
+SIZES = {REAL: FAST, SMOLLM2: Sizes(200, 800, 24, 1.5, 1.0), EQUAL: FAST, SLOW_SAVE: FAST}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A kind of prompt."""
+
     tokens: int
     warm: bool
-    burst: int
-    answers: bool  # whether answers run on the decode engine
-    prompts: int
 
     @property
     def own_tokens(self) -> int:
@@ -77,10 +89,24 @@ class Cell:
 
     @property
     def name(self) -> str:
+        return f"{'long' if self.tokens > 500 else 'short'}, {'warm' if self.warm else 'cold'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A kind of load. Its shapes take turns."""
+
+    engines: str  # which stand
+    shapes: tuple[Shape, ...]
+    burst: int
+    answers: bool  # whether answers run on the decode engine
+    prompts: int
+
+    @property
+    def name(self) -> str:
         words = (
             self.engines,
-            "long" if self.tokens > 1000 else "short",
-            "warm" if self.warm else "cold",
+            self.shapes[0].name if len(self.shapes) == 1 else "mixed",
             "bursts" if self.burst > 1 else "single",
             "answers running" if self.answers else "idle",
         )
@@ -88,13 +114,19 @@ class Cell:
 
 
 def grid() -> list[Cell]:
-    """Every combination, of real engines, of fake ones, and of fake ones that save slowly."""
-    states = list(itertools.product((400, 2000), (False, True), (1, BURST), (False, True)))
-    return [
-        Cell(kind, tokens, warm, burst, answers, 4 if warm else 8)
-        for kind, (tokens, warm, burst, answers) in itertools.product(STANDS, states)
-        if kind != SLOW_SAVE or (tokens > 1000 and not warm)
-    ]
+    """Every combination for real engines and for fake ones; a part of them for SmolLM2, and for slow saves."""
+    return [cell for kind in STANDS for cell in _cells(kind)]
+
+
+def _cells(kind: str) -> Iterator[Cell]:
+    short, long = SIZES[kind].short, SIZES[kind].long
+    shapes = [Shape(tokens, warm) for tokens in (short, long) for warm in (False, True)]
+    mixed = (Shape(long, False), Shape(short, True), Shape(short, False), Shape(long, True))
+    chosen = {SMOLLM2: shapes[1:3], SLOW_SAVE: shapes[2:3]}.get(kind, shapes)
+    for shape, burst, answers in itertools.product(chosen, (1, BURST), (False, True)):
+        yield Cell(kind, (shape,), burst, answers, 4 if shape.warm or kind == SMOLLM2 else 8)
+    for burst, answers in itertools.product((1, BURST), (False, True)):
+        yield Cell(kind, mixed, burst, answers, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,37 +155,39 @@ class Stand:
     async def run(self, cell: Cell, policy: Policy) -> Run:
         """One run: what comes when is the same for every arm, the words are new."""
         self.use(policy)
-        own_s = cell.own_tokens / self._read_tps
-        prompts = [
-            self._prompt(cell, number // cell.burst * PACE[cell.burst] * own_s) for number in range(cell.prompts)
-        ]
-        if cell.warm:  # the turns before; nothing of them is counted
-            for prompt in prompts:
+        shapes = [cell.shapes[number % len(cell.shapes)] for number in range(cell.prompts)]
+        own_s = {shape: shape.own_tokens / self._read_tps for shape in shapes}
+        step_s = PACE[cell.burst] * statistics.mean(own_s.values())
+        prompts = [self._prompt(shape, number // cell.burst * step_s) for number, shape in enumerate(shapes)]
+        for prompt in prompts:  # the turns before; nothing of them is counted
+            if prompt.shared_tokens:
                 turn = replace(prompt, tokens=prompt.shared_tokens + 8, answer_tokens=1)
                 await self.caller.ask(turn, 0.0)
-        span_s = prompts[-1].at_s + PACE[cell.burst] * own_s
-        chats = [self._chat(number * CHAT_EVERY_S) for number in range(round(span_s / CHAT_EVERY_S))]
-        load = sorted([*prompts, *(chats if cell.answers else [])], key=lambda prompt: prompt.at_s)
+        span_s = prompts[-1].at_s + step_s
+        sizes = SIZES[cell.engines]
+        chats = [
+            Prompt("chat", number * sizes.chat_every_s, CHAT_TOKENS, sizes.chat_answer, seed=next(self._seeds))
+            for number in range(round(span_s / sizes.chat_every_s))
+        ]
+        late_s = CHAT_LEAD_S if cell.answers else 0.0
+        load = [replace(prompt, at_s=prompt.at_s + late_s) for prompt in prompts] + (chats if cell.answers else [])
+        load.sort(key=lambda prompt: prompt.at_s)
         samples = await open_loop([self.caller], load, lambda _sample: None)
         await self._quiet()
-        limits = {
-            "prompt": Limits(LATE_FACTOR[cell.burst] * own_s + 0.1, GAP_LIMIT_S),
-            "chat": Limits(CHAT_LIMIT_S, GAP_LIMIT_S),
-        }
+        limits = {"chat": Limits(sizes.chat_limit_s, GAP_LIMIT_S)}
+        for shape, alone_s in own_s.items():
+            limits[shape.name] = Limits(LATE_FACTOR[cell.burst] * alone_s + 0.1, GAP_LIMIT_S)
         return Run(
             statistics.mean(sample.first_token_s or LOST_S for sample in samples),
             sum(sample.keeps(limits[sample.kind]) for sample in samples) / span_s,
-            sum(sample.route == "handover" for sample in samples if sample.kind == "prompt"),
+            sum(sample.route == "handover" for sample in samples if sample.kind != "chat"),
         )
 
-    def _prompt(self, cell: Cell, at_s: float) -> Prompt:
+    def _prompt(self, shape: Shape, at_s: float) -> Prompt:
         seed = next(self._seeds)
-        held = cell.tokens - cell.own_tokens
+        held = shape.tokens - shape.own_tokens
         beginning = f"conversation {seed}" if held else ""
-        return Prompt("prompt", at_s + (CHAT_LEAD_S if cell.answers else 0), cell.tokens, 8, beginning, held, seed)
-
-    def _chat(self, at_s: float) -> Prompt:
-        return Prompt("chat", at_s, CHAT_TOKENS, CHAT_ANSWER, seed=next(self._seeds))
+        return Prompt(shape.name, at_s, shape.tokens, 8, beginning, held, seed)
 
     async def _quiet(self) -> None:
         while self.proxy.ledger.busy():  # noqa: ASYNC110 - slots are released by nobody who could tell
@@ -180,14 +214,14 @@ async def stand(config: Config, store: SessionStore) -> AsyncIterator[Stand]:
 
 
 @asynccontextmanager
-async def real() -> AsyncIterator[Stand]:
+async def real(model: Callable[[], Path]) -> AsyncIterator[Stand]:
     """Two engines of this machine, one core each."""
     with tempfile.TemporaryDirectory() as logs, SessionStore(fresh_dir(), remove_at_close=True) as store:
         fields = {
             "listen": "127.0.0.1:0",
             "split": {"policy": "auto", "min_prompt_tokens": FLOOR_TOKENS, "dir": str(store.folder)},
             "launch": {
-                "engine": "embedded", "model": str(tiny_model("dense", **SMALL)), "log_dir": logs,
+                "engine": "embedded", "model": str(model()), "log_dir": logs,
                 "context": 12288, "decode_slots": 8,
             },
         }  # fmt: skip
@@ -223,7 +257,8 @@ async def fake(reader_tps: float, save_s: float) -> AsyncIterator[Stand]:
 
 
 STANDS: dict[str, Callable[[], AbstractAsyncContextManager[Stand]]] = {
-    REAL: real,
+    REAL: partial(real, lambda: tiny_model("dense", **SMALL)),
+    SMOLLM2: partial(real, demo_model),
     EQUAL: partial(fake, FAKE_TPS, 0.01),
     SLOW_SAVE: partial(fake, 2 * FAKE_TPS, 0.35),  # as a disk would
 }
