@@ -144,8 +144,8 @@ class Handover:
         return proven
 
     def figures(self) -> HandoverFigures | None:
-        """What the handover cost, once the session was restored."""
-        if self.ticket is None or self.redeemed is None:
+        """What the handover cost, once the session was restored. A failed one moved nothing."""
+        if self.ticket is None or self.redeemed is None or self.failure is not None:
             return None
         return HandoverFigures(
             prefill_ms=self.ticket.prefill_ms,

@@ -47,7 +47,7 @@ class Metrics:
         self._handoffs = counter("handoffs", "Handovers by result.", "result")
         self._ineffective = counter("handoff_ineffective", "Handovers whose tokens the decode engine read again.")
         self._in_vain = counter("handoff_ineffective_causes", "The same by likely cause.", "cause")
-        self._mistaken = counter("belief_mismatch", "Slots that held much less than was believed.")
+        self._mistaken = counter("belief_mismatch", "Slots that held clearly less than was believed.")
         self._fallbacks = counter("fallbacks", "Handovers that ended in local reading.", "stage", "reason")
         self._taken_over = counter("taken_over", "Handovers that another prefill engine began anew.", "stage", "reason")
         self._cancelled = counter("cancelled", "Requests whose client left.", "stage")

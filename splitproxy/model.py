@@ -378,7 +378,7 @@ class RequestRecord:
     figures: Figures | None = None
     handover: HandoverFigures | None = None
     effective: bool | None = None  # None: nothing was handed over
-    mistaken: bool = False  # the decode engine held much less of the prompt than was believed
+    mistaken: bool = False  # an engine held clearly less of the prompt than was believed
     failure: Failure | None = None
     taken_over: tuple[Failure, ...] = ()  # by prefill engines whose work another one took over
     gaps: Gaps = Gaps()

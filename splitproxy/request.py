@@ -35,6 +35,8 @@ STALE_TOKENS = 256  # that a slot held when a request was routed, and holds no m
 # restarted or used by others. Models with a sliding window or a recurrent state lose some, but never that much.
 MISTAKE_TOKENS = 256
 MISTAKE_FACTOR = 8
+# A slot that falls short by this many tokens, and by this part, has cost reading that nobody reckoned with.
+SHORT_TOKENS, SHORT_PART = 64, 0.25
 BYTES_PER_TOKEN_GUESS = 2  # of a body that could not be tokenized, for the pool's books
 
 
@@ -152,9 +154,17 @@ class Request:
         if not taken:
             if handover.failure is not None and handover.failure.cause != Cause.REFUSED.value:
                 fleet.health.suspect(handover.source.name)  # a refusal may be about the prompt
-        elif handover.ticket is not None and _is_mistake(lease, handover.ticket.cached_tokens, len(self.prefix)):
-            trace.mistaken = True
-            fleet.health.distrust(handover.source.name)
+        elif handover.ticket is not None:
+            self._compare(lease, handover.ticket.cached_tokens, len(self.prefix), handover.ticket.tokens)
+
+    def _compare(self, lease: Lease, cached_tokens: int, prompt_tokens: int, counted_tokens: int) -> None:
+        """Compare what was believed of a slot with what its engine reused, of a prompt in which it counted so many."""
+        believed = min(lease.held, prompt_tokens)
+        if falls_short(believed * counted_tokens / max(prompt_tokens, 1), cached_tokens):
+            self.trace.mistaken = True
+        if lease.continues and believed > MISTAKE_TOKENS and MISTAKE_FACTOR * cached_tokens < believed:
+            # A prompt that leaves a conversation in its middle proves nothing: some kinds of memory keep only the end.
+            self.service.fleet.health.distrust(lease.engine)
 
     def _teller(self) -> Callable[[int], None]:
         """Tells a client that asked for it how far the prefill engine is; the decode engine goes on from there."""
@@ -385,9 +395,9 @@ class Request:
     def _judge(self, lease: Lease) -> None:
         """Compare what was believed of the slot, or handed over, with what the decode engine says it reused."""
         handover, figures = self.trace.handover, self.trace.figures
-        if figures is not None and handover is None and _is_mistake(lease, figures.cached_tokens, len(self.known) - 1):
-            self.trace.mistaken = True
-            self.service.fleet.health.distrust(lease.engine)
+        if figures is not None and handover is None:
+            counted = figures.cached_tokens + figures.read_tokens - 1
+            self._compare(lease, figures.cached_tokens, len(self.known) - 1, counted)
         if figures is None or handover is None or handover.stage is not Stage.ANSWERING or handover.ticket is None:
             return
         fleet, source = self.service.fleet, handover.source.name
@@ -440,11 +450,9 @@ def _headers(trace: Trace, route: Route, cost: HandoverFigures | None) -> list[t
     return headers
 
 
-def _is_mistake(lease: Lease, cached_tokens: int, prompt_tokens: int) -> bool:
-    """Whether a slot held much less than was believed. A prompt that leaves a conversation in its middle proves
-    nothing: some kinds of memory keep only the end."""
-    believed = min(lease.held, prompt_tokens) if lease.continues else 0
-    return believed > MISTAKE_TOKENS and MISTAKE_FACTOR * cached_tokens < believed
+def falls_short(believed_tokens: float, cached_tokens: int) -> bool:
+    """Whether a slot held clearly less than was believed, for whatever reason."""
+    return believed_tokens - cached_tokens > max(SHORT_TOKENS, SHORT_PART * believed_tokens)
 
 
 def _has_answered(handover: Handover) -> bool:

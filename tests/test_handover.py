@@ -229,6 +229,7 @@ async def test_another_number_of_tokens_is_no_restore(restored: int) -> None:
         await take(handover)
         assert not await redeem(handover, target)
     assert (handover.stage, handover.failure) == (Stage.ABANDONED, Failure("restore", "corrupt"))
+    assert handover.figures() is None
     assert source.count("discard") >= 1
 
 

@@ -533,8 +533,11 @@ async def test_an_engine_that_came_back_as_another_is_recognised(fake: Start, mo
         assert (reply.way, reply.text) == (("local", "pair_unproven"), right_text(asked, weights=2))
 
 
-async def test_a_prompt_that_leaves_its_conversation_is_no_mistake(fake: Start) -> None:
-    """Memory that keeps only its end holds nothing for a prompt that differs earlier; the engine is not doubted."""
+async def test_a_prompt_that_leaves_its_conversation_raises_no_doubt(
+    fake: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory that keeps only its end holds nothing for a prompt that differs earlier: that is counted, and the engine's
+    other slots are believed in as before."""
     reader, writer = await fake(memory="hybrid"), await fake(memory="hybrid", slots=4)
     async with proxy(reader, writer) as p:
         talk = words(6 * FLOOR, "talk")
@@ -542,7 +545,8 @@ async def test_a_prompt_that_leaves_its_conversation_is_no_mistake(fake: Start) 
         for text in (talk, talk[: 7 * FLOOR // 2] + "Something else."):
             asked = body(CHAT, text)
             assert (await p.ask(CHAT, asked)).text == right_text(asked)
-        assert await p.metric("splitproxy_belief_mismatch_total") == 0
+        assert await p.metric("splitproxy_belief_mismatch_total") == 1
+        assert not [record for record in caplog.records if "has lost what it held" in record.getMessage()]
         assert (await p.ask(CHAT, body(CHAT, words(3 * FLOOR, "bystander") + " More?"))).way == ("local", "warm")
 
 
