@@ -62,7 +62,8 @@ async def test_progress_is_told(fake: Start, session_dir: Path) -> None:
 
 async def test_a_pair_that_cannot_hand_over_is_not_compared(fake: Start, session_dir: Path) -> None:
     """Where nothing could be split the bench says so instead of comparing one thing with itself."""
-    reader, writer = await fake(), await fake(weights=2)
+    reader, writer = await fake(), await fake()
+    writer.knobs.restore.forgets = True
     with SessionStore(session_dir) as store:
         config = configured(reader.url, writer.url, session_dir, {})
         with pytest.raises(LaunchError, match="splitproxy check"):
