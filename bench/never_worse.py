@@ -39,7 +39,7 @@ from splitproxy.config import Config
 from splitproxy.demo import demo_model
 from splitproxy.launch import Launcher
 from splitproxy.load import Caller, client_session, open_loop
-from splitproxy.measures import Limits
+from splitproxy.measures import Limits, Sample
 from splitproxy.mixes import Prompt
 from splitproxy.model import Policy, Role
 from splitproxy.sessions import SessionStore, fresh_dir
@@ -101,6 +101,7 @@ class Cell:
     burst: int
     answers: bool  # whether answers run on the decode engine
     prompts: int
+    times: int = 1  # that the load is sent in one run
 
     @property
     def name(self) -> str:
@@ -124,7 +125,8 @@ def _cells(kind: str) -> Iterator[Cell]:
     mixed = (Shape(long, False), Shape(short, True), Shape(short, False), Shape(long, True))
     chosen = {SMOLLM2: shapes[1:3], SLOW_SAVE: shapes[2:3]}.get(kind, shapes)
     for shape, burst, answers in itertools.product(chosen, (1, BURST), (False, True)):
-        yield Cell(kind, (shape,), burst, answers, 4 if shape.warm or kind == SMOLLM2 else 8)
+        few = shape.warm  # more of them would not fit into the decode engine together
+        yield Cell(kind, (shape,), burst, answers, 4 if few or kind == SMOLLM2 else 8, 2 if few else 1)
     for burst, answers in itertools.product((1, BURST), (False, True)):
         yield Cell(kind, mixed, burst, answers, 8)
 
@@ -155,33 +157,40 @@ class Stand:
     async def run(self, cell: Cell, policy: Policy) -> Run:
         """One run: what comes when is the same for every arm, the words are new."""
         self.use(policy)
-        shapes = [cell.shapes[number % len(cell.shapes)] for number in range(cell.prompts)]
-        own_s = {shape: shape.own_tokens / self._read_tps for shape in shapes}
-        step_s = PACE[cell.burst] * statistics.mean(own_s.values())
-        prompts = [self._prompt(shape, number // cell.burst * step_s) for number, shape in enumerate(shapes)]
-        for prompt in prompts:  # the turns before; nothing of them is counted
-            if prompt.shared_tokens:
-                turn = replace(prompt, tokens=prompt.shared_tokens + 8, answer_tokens=1)
-                await self.caller.ask(turn, 0.0)
-        span_s = prompts[-1].at_s + step_s
         sizes = SIZES[cell.engines]
-        chats = [
-            Prompt("chat", number * sizes.chat_every_s, CHAT_TOKENS, sizes.chat_answer, seed=next(self._seeds))
-            for number in range(round(span_s / sizes.chat_every_s))
-        ]
-        late_s = CHAT_LEAD_S if cell.answers else 0.0
-        load = [replace(prompt, at_s=prompt.at_s + late_s) for prompt in prompts] + (chats if cell.answers else [])
-        load.sort(key=lambda prompt: prompt.at_s)
-        samples = await open_loop([self.caller], load, lambda _sample: None)
-        await self._quiet()
+        own_s = {shape: shape.own_tokens / self._read_tps for shape in cell.shapes}
+        shapes = [cell.shapes[number % len(cell.shapes)] for number in range(cell.prompts)]
+        step_s = PACE[cell.burst] * statistics.mean(own_s[shape] for shape in shapes)
+        span_s = (-(-cell.prompts // cell.burst)) * step_s
+        samples: list[Sample] = []
+        for _ in range(cell.times):
+            prompts = [self._prompt(shape, number // cell.burst * step_s) for number, shape in enumerate(shapes)]
+            samples += await self._send(prompts, span_s, sizes if cell.answers else None)
         limits = {"chat": Limits(sizes.chat_limit_s, GAP_LIMIT_S)}
         for shape, alone_s in own_s.items():
             limits[shape.name] = Limits(LATE_FACTOR[cell.burst] * alone_s + 0.1, GAP_LIMIT_S)
         return Run(
             statistics.mean(sample.first_token_s or LOST_S for sample in samples),
-            sum(sample.keeps(limits[sample.kind]) for sample in samples) / span_s,
+            sum(sample.keeps(limits[sample.kind]) for sample in samples) / (cell.times * span_s),
             sum(sample.route == "handover" for sample in samples if sample.kind != "chat"),
         )
+
+    async def _send(self, prompts: Sequence[Prompt], span_s: float, chats: Sizes | None) -> list[Sample]:
+        """The prompts when they are due, with chats beside them; before that the turns that made warm ones warm."""
+        for prompt in prompts:
+            if prompt.shared_tokens:
+                turn = replace(prompt, tokens=prompt.shared_tokens + 8, answer_tokens=1)
+                await self.caller.ask(turn, 0.0)
+        load = list(prompts)
+        if chats is not None:
+            load = [replace(prompt, at_s=prompt.at_s + CHAT_LEAD_S) for prompt in prompts]
+            load += [
+                Prompt("chat", number * chats.chat_every_s, CHAT_TOKENS, chats.chat_answer, seed=next(self._seeds))
+                for number in range(round(span_s / chats.chat_every_s))
+            ]
+        samples = await open_loop([self.caller], sorted(load, key=lambda one: one.at_s), lambda _sample: None)
+        await self._quiet()
+        return samples
 
     def _prompt(self, shape: Shape, at_s: float) -> Prompt:
         seed = next(self._seeds)
@@ -195,7 +204,7 @@ class Stand:
 
     async def practise(self) -> None:
         """Let the proxy learn its engines' speeds, as it would in its first minute."""
-        for number, tokens in enumerate((200, 400, 1000, 2000, 400, 2000, 200, 1000)):
+        for number, tokens in enumerate((40, 400, 1000, 2000, 400, 2000, 40, 1000)):
             self.use(Policy.ALWAYS if number % 2 else Policy.NEVER)
             await self.caller.ask(Prompt("prompt", 0, tokens, 8, seed=next(self._seeds)), 0.0)
 
@@ -306,7 +315,7 @@ def table(results: Results) -> list[str]:
             _marked(sooner),
             *(_spread(goods[arm]) for arm in ARMS),
             _marked(better),
-            f"{moved:g} of {cell.prompts}",
+            f"{moved:g} of {cell.times * cell.prompts}",
         ]
         lines.append("| " + " | ".join(row) + " |")
     return lines

@@ -114,10 +114,11 @@ class Handover:
         self._move(Event.RESTORE)
         assert self.ticket is not None
         try:
-            self.redeemed = await target.redeem(self.ticket, slot, self.deadlines)
-            if self.redeemed.tokens != self.ticket.tokens:
-                message = f"{self.redeemed.tokens} of {self.ticket.tokens} tokens were restored"
+            redeemed = await target.redeem(self.ticket, slot, self.deadlines)
+            if redeemed.tokens != self.ticket.tokens:
+                message = f"{redeemed.tokens} of {self.ticket.tokens} tokens were restored"
                 raise EngineError(Step.RESTORE, Cause.CORRUPT, message)
+            self.redeemed = redeemed
         except EngineError as error:
             return self.fail(error)
         finally:
@@ -144,8 +145,8 @@ class Handover:
         return proven
 
     def figures(self) -> HandoverFigures | None:
-        """What the handover cost, once the session was restored. A failed one moved nothing."""
-        if self.ticket is None or self.redeemed is None or self.failure is not None:
+        """What the handover cost, once the session was restored."""
+        if self.ticket is None or self.redeemed is None:
             return None
         return HandoverFigures(
             prefill_ms=self.ticket.prefill_ms,

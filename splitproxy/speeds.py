@@ -296,9 +296,11 @@ class Speeds:
 
     def learn(self, record: RequestRecord) -> None:
         """A request has ended: take what its engines measured."""
-        figures, route, moved = record.figures, record.route, record.handover
+        figures, route = record.figures, record.route
         if figures is None or route is None:
             return
+        # One that broke after the restore was answered by another engine, from its own reading.
+        moved = record.handover if record.failure is None else None
         if not record.crowded:
             reading = Reading(figures.cached_tokens, figures.read_tokens, record.beside)
             self.learn_reading(record.engine, reading, figures.prompt_ms, hindered=record.hindered)

@@ -2,12 +2,13 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitproxy.model import Api, Figures, HandoverFigures, Outcome, RequestRecord, Route, RouteKind
+from splitproxy.model import Api, Failure, Figures, HandoverFigures, Outcome, RequestRecord, Route, RouteKind
 from splitproxy.model import Reason as Why
 from splitproxy.speeds import MOST_BUCKETS, SAMPLES_PER_BUCKET, Fit, Median, Reading, Speeds
 
@@ -214,6 +215,16 @@ def test_a_local_request_teaches_the_decode_engine() -> None:
     assert speeds.added_s(RouteKind.LOCAL, 1001) == 0
     speeds.learn(record(moved=False))
     assert speeds.added_s(RouteKind.LOCAL, 1001) == pytest.approx(0.02)
+
+
+def test_a_handover_that_broke_teaches_no_transfer() -> None:
+    """Where another engine took over after the restore, only its own reading is told, and the way it took is local."""
+    speeds = Speeds()
+    broken = replace(record(moved=True), figures=Figures(200, 801, 4000, 50, 500), failure=Failure("decode", "died"))
+    speeds.learn(broken)
+    assert speeds.read_s("w", Reading(200, 801)) == pytest.approx(4.0)
+    assert speeds.read_s("r", Reading(0, 100)) is None
+    assert (speeds.restore_s("w", 10_000), speeds.added_s(RouteKind.HANDOVER, 1001)) == (0, 0)
 
 
 def test_the_status_tells_rates() -> None:
