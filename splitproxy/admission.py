@@ -7,6 +7,7 @@ that it waits for cannot take it yet. No lock is held and no engine is called he
 import asyncio
 import bisect
 import itertools
+import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from splitproxy.ledger import Holding, Lease, Ledger
 from splitproxy.model import Role
 
 RETRY_AFTER_S = 5
+LAST_ROUND = sys.maxsize
 
 Claim = Callable[[str], Lease | None]
 """Engine name in, lease out, or None while there is none. What it raises ends the waiting."""
@@ -108,6 +110,10 @@ class Admission:
         turn = Turn(self, client, next(self._arrivals), due)
         self._unused.setdefault(client, []).append(turn)
         return turn
+
+    def after_all(self) -> Turn:
+        """A place behind everybody who waits or will come, for work that no client waits for."""
+        return Turn(self, "", next(self._arrivals), LAST_ROUND, used=True)
 
     def end(self, turn: Turn) -> None:
         """A request has ended. If it never got a lease, its client's later requests move up."""
@@ -224,9 +230,9 @@ class Admission:
 
     def _let_in(self, waiter: _Waiter, lease: Lease) -> None:
         self._waiters.remove(waiter)
-        self._round = max(self._round, waiter.turn.round)
         if not waiter.turn.used:
             waiter.turn.used = True
+            self._round = max(self._round, waiter.turn.round)
             self._forget(waiter.turn)
         if not self._waiters:
             self._due = {client: due for client, due in self._due.items() if due > self._round}

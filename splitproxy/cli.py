@@ -195,6 +195,7 @@ async def _up(options: argparse.Namespace) -> int:
                 return 130
             config = config.model_copy(update={"engines": launcher.engines})
             async with assembled(config, store, tokenizer) as proxy, listening(proxy) as address:
+                launcher.tell(proxy.fleet.health.lost)
                 console.print("self-test: one prompt is read, moved and answered", highlight=False)
                 if not await _unless(stopping, proxy.fleet.first_verdicts()):
                     return 130

@@ -63,6 +63,15 @@ class Health:
         self._ledger.distrust(name)
         self.suspect(name)
 
+    def lost(self, name: str) -> None:
+        """This engine's process has ended: however soon another answers in its place, all that it held is gone."""
+        member = self._members[name]
+        member.epoch += 1
+        if member.state is EngineState.READY:
+            self._part(member, EngineState.DOWN)
+            member.fault = "its process has ended"
+        member.nudge.set()
+
     async def watch(self, member: Member) -> None:
         while True:
             await self._look(member, await member.engine.health())
@@ -102,6 +111,8 @@ class Health:
             identity = await member.engine.identify()
         except EngineError:
             return
+        if member.state is not EngineState.READY:
+            return  # it has ended meanwhile
         member.doubted, member.identified = False, now
         if identity != member.identity:
             self._part(member, EngineState.DOWN)
@@ -109,6 +120,7 @@ class Health:
 
     async def _welcome(self, member: Member) -> None:
         """The engine is up, for the first time or again: learn what it is, and believe nothing of before."""
+        epoch = member.epoch
         try:
             identity = await member.engine.identify()
             member.template_bytes = await _template_bytes(member.engine)
@@ -117,7 +129,10 @@ class Health:
                 log.warning("%s engine %s cannot be used: %s", member.role, member.engine.name, error)
             member.fault = str(error)
             return
-        if any(state.busy for state in (await self._slots_of(member)).values()):
+        slots = await self._slots_of(member)
+        if member.epoch != epoch:
+            return  # it has ended meanwhile
+        if any(state.busy for state in slots.values()):
             # Work from before it was lost, or somebody else's: a busy slot must not be given to anybody.
             member.fault = "is still at work on what nobody waits for"
             return

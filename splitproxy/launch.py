@@ -17,7 +17,7 @@ from splitproxy.config import Config, Engine, Launch
 from splitproxy.engines import embedded
 from splitproxy.errors import ConfigError, LaunchError
 from splitproxy.model import Kind, Role
-from splitproxy.processes import Child, Processes, Progress, address_of, local_engines, log_folder, new_log
+from splitproxy.processes import Child, Processes, Progress, Told, address_of, local_engines, log_folder, new_log
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,10 @@ class Launcher:
     def alive(self, role: Role) -> bool:
         """Whether the engine's process runs and has answered that it is ready."""
         return self._processes.alive(role)
+
+    def tell(self, told: Told) -> None:
+        """Have somebody told of each engine whose process ends by itself, before it is started again."""
+        self._processes.told = told
 
     async def start(self, progress: Progress | None = None) -> None:
         """Start both engines, as `Processes.start` does. Raises LaunchError."""

@@ -230,6 +230,13 @@ class Ledger:
             books.everything = slot.lease
         return slot.lease
 
+    def fits(self, engine: str, cells: int) -> bool:
+        """Whether a slot for so many tokens can be claimed now."""
+        books = self._engines.get(engine)
+        if books is None or not (free := books.free()):
+            return False
+        return sum(slot.cells for slot in books.slots if slot not in free) + min(cells, books.context) <= books.context
+
     def is_unsettled(self, lease: Lease) -> bool:
         """Whether the engine chooses the slot of this lease, and it is not known yet."""
         return lease.slot is not None and self.is_current(lease) and self._engines[lease.engine].everything is lease

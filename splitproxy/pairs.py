@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from splitproxy.adapter import Deadlines, Engine
-from splitproxy.admission import Admission
-from splitproxy.errors import RequestError
-from splitproxy.ledger import EMPTY, NOTHING, Ledger
+from splitproxy.admission import Admission, Turn
+from splitproxy.errors import Fault, RequestError
+from splitproxy.ledger import EMPTY, NOTHING, Lease, Ledger
 from splitproxy.member import Member
 from splitproxy.model import EngineState, InVain, PairState, Role
 from splitproxy.probe import SAME_MODEL, Probe, Report, compare
@@ -20,7 +20,9 @@ from splitproxy.speeds import Reading, Speeds
 log = logging.getLogger(__name__)
 
 PROBE_RETRY_S = 60.0
+PROBE_PATIENCE_S = 30.0  # how long a self-test lets every client go first
 PROBE_WAIT_S = 600.0
+PROBE_ANSWER_TOKENS = 64  # more than it has written
 INEFFECTIVE_LIMIT = 3
 
 
@@ -89,6 +91,10 @@ class Pairs(Mapping[tuple[str, str], Pair]):
     def __len__(self) -> int:
         return len(self._pairs)
 
+    def any_proven(self, target: str) -> bool:
+        """Whether a session of any prefill engine may be restored by this decode engine."""
+        return any(pair.state is PairState.PROVEN for (_, name), pair in self.items() if name == target)
+
     def unprove(self, member: Member, fault: str) -> None:
         for pair in self.values():
             if member in (pair.source, pair.target):
@@ -147,26 +153,45 @@ class Pairs(Mapping[tuple[str, str], Pair]):
         pair.fault = fault
         pair.tests += 1
 
-    async def _probe(self, source: Engine, target: Engine) -> Report:
-        deadline = asyncio.get_running_loop().time() + PROBE_WAIT_S
-        tokens = self._probe_tokens
-        read = await self._admission.acquire(
-            Role.PREFILL, source.name, lambda name: self._ledger.claim(name, NOTHING, tokens, 0), deadline
-        )
+    async def _leases(self, source: Engine, target: Engine) -> tuple[Lease, Lease]:
+        """A slot of each engine. Clients go first; where they leave no gap, the self-test takes its turn among them.
+        Raises RequestError."""
         try:
-            write = await self._admission.acquire(
-                Role.DECODE, target.name, lambda name: self._ledger.claim(name, NOTHING, tokens, 64), deadline
-            )
+            return await self._both(source.name, target.name, PROBE_PATIENCE_S, self._admission.after_all())
+        except RequestError as error:
+            if error.fault is not Fault.QUEUE_TIMEOUT:
+                raise
+        return await self._both(source.name, target.name, PROBE_WAIT_S, None)
+
+    async def _both(self, source: str, target: str, wait_s: float, turn: Turn | None) -> tuple[Lease, Lease]:
+        """Both slots at once: none idles while the other is waited for."""
+        tokens, read = self._probe_tokens, list[Lease]()
+
+        def claim(engine: str) -> Lease | None:
+            if engine != target:
+                raise RequestError(Fault.NO_DECODE_ENGINE, f"decode engine {target} is not ready")
+            if not (self._ledger.fits(source, tokens) and self._ledger.fits(target, tokens + PROBE_ANSWER_TOKENS)):
+                return None
+            if (lease := self._ledger.claim(source, NOTHING, tokens, 0)) is not None:
+                read.append(lease)
+            return self._ledger.claim(target, NOTHING, tokens, PROBE_ANSWER_TOKENS)
+
+        deadline = asyncio.get_running_loop().time() + wait_s
+        try:
+            write = await self._admission.acquire(Role.DECODE, target, claim, deadline, turn=turn)
         except BaseException:
-            self._admission.release(read)
+            for lease in read:
+                self._admission.release(lease)
             raise
+        return read[0], write
+
+    async def _probe(self, source: Engine, target: Engine) -> Report:
+        read, write = await self._leases(source, target)
         report = None
         try:
-            if write.engine != target.name:
-                return Report()
             await self._slots.make_room(read)
             await self._slots.make_room(write)
-            report = await Probe(source, target, read.number, write.number, self._deadlines).run(tokens)
+            report = await Probe(source, target, read.number, write.number, self._deadlines).run(self._probe_tokens)
             return report
         finally:
             # The probe erases both slots; after a failure nobody knows.

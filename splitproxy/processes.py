@@ -28,6 +28,8 @@ from splitproxy.model import Kind, Role
 log = logging.getLogger(__name__)
 
 Progress = Callable[[Role, str], None]
+Told = Callable[[str], None]
+"""Told the name of an engine whose process has ended."""
 
 START_ORDER = (Role.DECODE, Role.PREFILL)
 STOP_ORDER = (Role.PREFILL, Role.DECODE)
@@ -71,6 +73,7 @@ class Processes:
         self._stop_grace_s = stop_grace_s
         self._children: dict[Role, Child] = {}
         self._watchers: list[asyncio.Task[None]] = []
+        self.told: Told = lambda _name: None
 
     def alive(self, role: Role) -> bool:
         """Whether the engine's process runs and has answered that it is ready."""
@@ -136,6 +139,7 @@ class Processes:
             end = await child.ended() if child.process is not None else None
             delay_s = heal_delay_s(tried_at, time.monotonic(), self._heal_interval_s)
             if end is not None:
+                self.told(child.engine.name)
                 log.log(level, "%s is gone: %s. Next start in %.0f s; see %s.", child, end, delay_s, child.log_path)
                 failing = False
             await asyncio.sleep(delay_s)

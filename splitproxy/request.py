@@ -17,7 +17,7 @@ from splitproxy.forecast import Job, Phase
 from splitproxy.growth import Share
 from splitproxy.handover import Handover, Stage
 from splitproxy.ledger import NOTHING, Holding, Lease, Reservation
-from splitproxy.model import Api, Ask, Failure, HandoverFigures, Outcome, Prompt, Role, Route, Tokens
+from splitproxy.model import Api, Ask, Failure, HandoverFigures, Outcome, Prompt, Reason, Role, Route, Tokens
 from splitproxy.relay import Relay
 from splitproxy.service import RETRY_AFTER_S, Incoming, Service
 from splitproxy.speeds import Reading
@@ -339,10 +339,13 @@ class Request:
         return lease
 
     def _is_stale(self, route: Route, engine: str) -> bool:
-        """Whether what made this request stay on the decode engine is gone: reading it there would now hurt others."""
+        """Whether what made this request stay on the decode engine is gone, a conversation that was held or a pair that
+        had yet to pass its self-test: reading it there would now hurt others."""
         ledger = self.service.ledger
         if self.trace.handover is not None or self.reroutes >= REROUTES or not ledger.count(engine).free:
             return False
+        if route.reason is Reason.PAIR_UNPROVEN and self.service.fleet.pairs.any_proven(engine):
+            return True
         return (route.held_tokens or 0) - ledger.held(engine, self.known) > STALE_TOKENS
 
     async def _restore(self, lease: Lease) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from splitproxy import slots
+from splitproxy import health, slots
 from splitproxy.engines import llama_server
 from splitproxy.model import EngineState, PairState
 from tests.fake_engine import FakeEngine
@@ -435,6 +435,39 @@ async def test_a_prefill_engine_that_does_not_stop_is_not_waited_for(
         assert (await p.long(seed="next")).way == ("local", "prefill_down")
         reader.knobs.notice_s = 0
         await recovered(p)
+
+
+async def test_an_engine_that_stands_still_is_noticed(fake: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes connections and does nothing is given up after two looks at its health."""
+    monkeypatch.setattr(llama_server, "HEALTH_TIMEOUT_S", 0.1)
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer) as p:
+        reader.knobs.health.hang = True
+        await until(lambda: p.state("reader") is EngineState.DOWN)
+        assert (await p.long()).way == ("local", "prefill_down")
+        reader.knobs.health.hang = False
+        await recovered(p)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_whose_process_ended_is_a_new_one(
+    fake: Start, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """Whoever starts an engine again tells, and nothing is believed of it though no look has found it away."""
+    monkeypatch.setattr(health, "HEALTH_INTERVAL_S", 3600.0)
+    reader, writer = await fake(), await fake()
+    name = "reader" if role == "prefill" else "writer"
+    engine = reader if role == "prefill" else writer
+    async with proxy(reader, writer) as p:
+        held = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 4}
+        assert (await p.ask(CHAT, held)).status == 200
+        engine.die()
+        await engine.revive()
+        p.proxy.fleet.health.lost(name)
+        assert not p.proxy.ledger.is_ready(name)
+        await p.proven()
+        assert p.proxy.ledger.count(name).holding == 0
+        assert (await p.ask(CHAT, held)).way[0] == "handover" if role == "decode" else "local"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -286,8 +286,9 @@ async def test_stranger_on_the_port(bench: Bench) -> None:
 async def test_dead_engine_is_started_again(
     bench: Bench, caplog: pytest.LogCaptureFixture, role: Role, level: int
 ) -> None:
-    """An engine that dies is started again at once and logged, while the other runs on."""
-    launcher = bench.launcher()
+    """An engine that dies is started again at once, logged and told, while the other runs on."""
+    launcher, told = bench.launcher(), list[str]()
+    launcher.tell(told.append)
     async with launcher:
         other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}[role]
         first, untouched = bench.pid(role), bench.pid(other)
@@ -295,6 +296,8 @@ async def test_dead_engine_is_started_again(
         await until(lambda: bench.words().count(f"{role} ready") == 2 and launcher.alive(role))
         assert bench.pid(role) != first
         assert bench.pid(other) == untouched
+        assert told == [role.value]
+    assert told == [role.value]
     records = [record for record in caplog.records if record.name == "splitproxy.processes"]
     assert [record.levelno for record in records if record.levelno >= logging.WARNING] == [level]
     assert "SIGKILL" in records[0].getMessage()

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from splitproxy.adapter import Deadlines, Encode, Progress, Sample, SlotState, to_the_end
-from splitproxy.engines.http import CONTROL_TIMEOUT_S, HttpEngine, figures, require_ok, timing, translated, well_formed
+from splitproxy.engines.http import HttpEngine, figures, require_ok, timing, translated, well_formed
 from splitproxy.engines.slotfile import read_head
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, EngineState, Figures, Identity, InVain, Prompt, Redeemed, Ticket, Tokens
@@ -23,6 +23,7 @@ from splitproxy.wire import pin
 
 log = logging.getLogger(__name__)
 
+HEALTH_TIMEOUT_S = 2.0  # it answers this while it computes, loads, or waits for its own work
 TOKENIZE_TIMEOUT_S = 60.0
 # Tokens that may be read again after a restore while the session still counts as used. Sliding-window models go back to
 # a checkpoint a few tokens before the end; more means that it was not used.
@@ -46,7 +47,7 @@ class LlamaServer(HttpEngine):
     async def health(self) -> EngineState:
         try:
             with translated(Step.CONTROL):
-                async with self.request("GET", "/health", timeout_s=CONTROL_TIMEOUT_S) as response:
+                async with self.request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S) as response:
                     return {200: EngineState.READY, 503: EngineState.LOADING}.get(response.status, EngineState.DOWN)
         except EngineError:
             return EngineState.DOWN

@@ -19,7 +19,7 @@ import orjson
 from splitproxy.config import Config, Engine
 from splitproxy.errors import ConfigError
 from splitproxy.model import Kind, Policy, Role
-from splitproxy.processes import Child, Processes, Progress, address_of, local_engines, log_folder, new_log
+from splitproxy.processes import Child, Processes, Progress, Told, address_of, local_engines, log_folder, new_log
 from splitproxy.sessions import SHARED_MEMORY, fresh_dir, hold
 from splitproxy.strata import memory, roles
 from splitproxy.strata.plan import Plan
@@ -68,6 +68,10 @@ class StrataLauncher:
     def alive(self, role: Role) -> bool:
         """Whether the engine's server runs and has its model loaded. An engine on stdio is its adapter's to watch."""
         return self._processes.alive(role)
+
+    def tell(self, told: Told) -> None:
+        """Have somebody told of each server whose process ends by itself, before it is started again."""
+        self._processes.told = told
 
     async def start(self, progress: Progress | None = None) -> None:
         """Make both roles' configs, and start the servers, as `Processes.start` does.
