@@ -60,14 +60,16 @@ class Share:
             yield
 
     async def _follow(self, limited: bool) -> None:
-        before = self._filled
+        before, most = self._filled, STEP_TOKENS
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             with suppress(EngineError, KeyError):
                 filled = (await self._watch.look())[self.lease.number].filled
-                since = max(filled - before, 0)  # before the next look it writes as much again
+                # Before the next look it writes as much again. Of what the first one finds, some may be a prompt that
+                # was estimated too short.
+                since = min(max(filled - before, 0), most)
                 step = max(STEP_TOKENS, 2 * since)
-                before = filled
+                before, most = filled, filled
                 if filled + (0 if limited else step) > self.cells:
                     await self._extend(filled + 2 * step, filled + (0 if limited else 2 * since))
 

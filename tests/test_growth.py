@@ -93,6 +93,41 @@ async def test_the_engine_itself_tells_how_much_is_filled() -> None:
     assert pool.looks == looks
 
 
+async def test_a_long_prompt_is_no_fast_answer() -> None:
+    """A prompt that was estimated at 100 tokens and has more is not taken for an answer that goes on at that speed."""
+    pool = Pool(reserved=300, beside=570)
+    async with pool.share.followed(limited=False):
+        pool.filled = 320
+        await until(lambda: pool.looks > 2)
+        assert pool.share.cells == 420
+
+
+async def test_a_fast_answer_needs_room_for_as_much_again() -> None:
+    """What was written between two looks is had for the time until the next one, or the answer ends: an overflow would
+    end all others with it."""
+    pool = Pool(reserved=300, beside=570)
+    pool.filled = 200
+
+    async def answer() -> None:
+        async with pool.share.followed(limited=False):
+            await until(lambda: pool.looks > 1)
+            pool.filled = 400
+            await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RequestError) as caught:
+        await answer()
+    assert caught.value.fault is Fault.OUT_OF_ROOM
+
+
+async def test_a_step_that_does_not_fit_is_made_smaller() -> None:
+    """An answer gets as little as it needs now before it is ended for want of room."""
+    pool = Pool(reserved=300, beside=690)
+    await pool.share.written(205)
+    assert pool.share.cells == 305
+    with pytest.raises(RequestError):
+        await pool.share.written(10)
+
+
 async def test_a_look_at_a_full_pool_ends_the_answer() -> None:
     """Whatever waits for the answer is ended with the reason."""
     pool = Pool(reserved=300, beside=600)

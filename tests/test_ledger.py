@@ -456,6 +456,22 @@ def test_a_restart_forgets_what_was_held() -> None:
     assert ledger.count("w") == SlotCount(free=2, busy=0, holding=0)
 
 
+def test_what_fits_can_be_claimed() -> None:
+    """It is asked before two engines' slots are claimed together: neither is taken when the other is not to be had."""
+    ledger = Ledger(0)
+    assert not ledger.fits("w", 1)
+    ledger.open("w", Role.DECODE, 2, 1000)
+    assert ledger.fits("w", 5000)
+    first = ledger.claim("w", NOTHING, 600, 0)
+    assert first is not None
+    assert (ledger.fits("w", 400), ledger.fits("w", 401)) == (True, False)
+    second = ledger.claim("w", NOTHING, 400, 0)
+    assert second is not None
+    assert not ledger.fits("w", 0)
+    ledger.release(second, Holding(occupied=400))
+    assert ledger.fits("w", 400), "what an idle slot holds gives way"
+
+
 # --- session files
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from splitproxy import growth, health, watch
+from splitproxy import growth, health, pairs, watch
 from splitproxy.model import EngineState, PairState, Tokens
 from tests import fake_engine, harness
 from tests.fake_engine import FakeEngine
@@ -113,6 +113,60 @@ async def test_addresses_are_clients_where_no_keys_are(fake: Start) -> None:
         await hang_up(first)
         await asyncio.gather(*tasks)
         assert order(writer)[1:] == ["anna 1", "bert 1", "anna 2"]
+
+
+async def test_a_self_test_lets_every_client_go_first(fake: Start) -> None:
+    """While anybody waits for a slot, the pair that is to be tested waits, too, and it keeps no slot of the other
+    engine for itself."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer, api_keys=KEYS, retry_s=3600) as p:
+        writer.knobs.decode.stall_after = 1
+        first = await occupied(p, writer)
+        p.proxy.fleet.health.lost("reader")
+        await until(lambda: p.state("reader") is EngineState.READY and p.proxy.admission.waiting == 1)
+        tasks = await queued(p, ["anna 1", "anna 2", "bert 1"])
+        assert p.proxy.ledger.count("reader").free == 1
+        writer.knobs.decode.stall_after = None
+        writer.forget_calls()
+        await hang_up(first)
+        await asyncio.gather(*tasks)
+        await p.proven()
+        assert order(writer)[:3] == ["bert 1", "anna 1", "anna 2"]
+        assert reader.sent("prefill")[0].started > max(call.finished or 0 for call in writer.sent("decode")[:3])
+
+
+async def test_a_self_test_takes_its_turn_where_nobody_leaves_a_gap(
+    fake: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that always wait cannot keep a pair from being tested for ever."""
+    monkeypatch.setattr(pairs, "PROBE_PATIENCE_S", 0.1)
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer, api_keys=KEYS, retry_s=3600) as p:
+        writer.knobs.decode.stall_after = 1
+        first = await occupied(p, writer)
+        p.proxy.fleet.health.lost("reader")
+        await until(lambda: p.state("reader") is EngineState.READY and p.proxy.admission.waiting == 1)
+        tasks = await queued(p, ["anna 1", "anna 2"])
+        await until(lambda: p.proxy.admission._waiters[0].turn.client == "")
+        writer.knobs.decode.stall_after = None
+        writer.forget_calls()
+        await hang_up(first)
+        await asyncio.gather(*tasks)
+        await p.proven()
+        assert writer.steps().index("restore") < len(writer.steps()) - 3
+
+
+async def test_who_waited_for_a_self_test_is_routed_again(fake: Start) -> None:
+    """A prompt that was to be read locally because the pair was not proven yet is handed over when it is."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer, retry_s=3600) as p:
+        writer.knobs.restore.delay_s = 0.3
+        p.proxy.fleet.health.lost("reader")
+        await p.at_work(writer, "restore")
+        explained = await p.ask("/splitproxy/explain", body(CHAT, words(3 * FLOOR)))
+        assert explained.json["reason"] == "pair_unproven"
+        reply = await p.long()
+        assert reply.way == ("handover", "worth_moving")
 
 
 async def test_places_that_nobody_used_are_given_back(fake: Start) -> None:
