@@ -115,7 +115,7 @@ async def run(http: aiohttp.ClientSession, url: str, pid: int, level: Level, sec
     load = Load(http, url, level)
     tasks = [asyncio.create_task(load.ask(number)) for number in range(level.waiting + SLOTS)]
     try:
-        while await gauge(http, url, "splitproxy_queue_depth") < level.waiting - SLOTS:  # noqa: ASYNC110 - another process
+        while await gauge(http, url, "splitproxy_queue_depth") < level.waiting - SLOTS:
             await asyncio.sleep(0.2)
             _raise_first(tasks)
         before, added, start = cpu_s(pid), await added_s(http, url), time.perf_counter()

@@ -57,6 +57,11 @@ def order(writer: FakeEngine) -> list[str]:
     return [call.body["prompt"].partition(":")[0] for call in writer.sent("decode")]
 
 
+def turn_of(count: int, **fields: Any) -> Json:
+    """A chat with a prompt of about this many tokens."""
+    return body(CHAT, words(count), **fields)
+
+
 async def waiting(p: Running, count: int) -> None:
     await until(lambda: p.proxy.admission.waiting == count)
 
@@ -434,6 +439,30 @@ async def test_an_answer_without_limit_may_have_what_is_free(fake: Start, monkey
 
 
 @pytest.mark.parametrize(
+    ("asked", "followed"),
+    [
+        (turn_of(3 * FLOOR, limit=ANSWER_TOKENS), False),
+        (turn_of(20, limit=ANSWER_TOKENS), False),
+        (turn_of(3 * FLOOR, limit=None), True),
+        (turn_of(3 * FLOOR, limit=ANSWER_TOKENS, lora=[{"id": 0, "scale": 1.0}]), True),
+        (turn_of(20, limit=ANSWER_TOKENS, lora=[{"id": 0, "scale": 1.0}]), True),
+    ],
+    ids=["counted", "short", "no limit", "not counted", "short, not counted"],
+)
+async def test_only_answers_that_may_outgrow_their_room_are_followed(
+    fake: Start, monkeypatch: pytest.MonkeyPatch, asked: Json, followed: bool
+) -> None:
+    """Looks at the slots cost an engine, so they are made only where prompt or answer may be longer than reserved."""
+    monkeypatch.setattr(growth, "LOOK_EVERY_S", 0.01)
+    writer = await fake()
+    async with proxy(None, writer) as p:
+        writer.knobs.decode.pause_s = 0.01
+        writer.forget_calls()
+        assert (await p.ask(CHAT, asked)).status == 200
+        assert bool(writer.sent("slots")) is followed
+
+
+@pytest.mark.parametrize(
     ("path", "asked"),
     [
         (CHAT, body(CHAT, "Two.", n=2)),
@@ -496,6 +525,27 @@ async def test_as_many_conversations_stay_warm_as_there_are_slots(fake: Start) -
         routes = await asyncio.gather(*(conversation(number) for number in range(4)))
         assert routes == [["handover", "local", "local"]] * 4
         assert await p.metric("splitproxy_belief_mismatch_total") == 0
+
+
+async def test_an_answer_that_was_cut_off_leaves_its_prompt(fake: Start) -> None:
+    """A client that leaves in the middle of a limited answer may come back: its prompt is still there, and the room
+    that was reserved counts as filled."""
+    reader, writer = await fake(), await fake(slots=2)
+    asked = turn([{"role": "user", "content": words(3 * FLOOR)}], stream=True)
+    count = len(prompt_ids(asked))
+    async with proxy(reader, writer) as p:
+        writer.knobs.decode.stall_after = 2
+        gone = asyncio.create_task(p.ask(CHAT, asked))
+        await until(lambda: writer.sent("decode") and writer.sent("decode")[-1].answered == 2)
+        await hang_up(gone)
+        await p.settled()
+        writer.knobs.decode.stall_after = None
+        (slot,) = (slot for slot in p.proxy.ledger._engines["writer"].slots if slot.holding.occupied)
+        assert (len(slot.holding.tokens), slot.holding.believed) == (count, 0)
+        assert slot.holding.occupied == count + ANSWER_TOKENS
+        again = await p.ask(CHAT, asked)
+        assert (again.way, again.text) == (("local", "warm"), right_text(asked))
+        assert again.timings["prompt_n"] <= 1
 
 
 async def test_who_lost_its_slot_while_waiting_is_routed_again(fake: Start) -> None:

@@ -184,6 +184,26 @@ def test_the_longest_answer(fields: dict[str, Any], limit: int | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "known"),
+    [
+        (CHAT, {"max_completion_tokens"}),
+        ("/api/chat", {"max_completion_tokens"}),
+        ("/v1/responses", {"max_output_tokens"}),
+        ("/v1/completions", set()),
+        ("/completion", set()),
+        ("/v1/messages", set()),
+        ("/infill", set()),
+    ],
+)
+def test_of_limits_that_contradict_each_other_the_largest_counts(path: str, known: set[str]) -> None:
+    """Whichever of them the engine goes by, what is reserved is enough; one that an API does not know is none."""
+    plain = {"max_tokens": 30, "n_predict": 40, "messages": [], "prompt": "x", "input": "x"}
+    for name in ("max_completion_tokens", "max_output_tokens"):
+        ask = wire.read_ask(path, orjson.dumps({**plain, name: 50}))
+        assert ask.max_tokens == (50 if name in known else 40)
+
+
+@pytest.mark.parametrize(
     ("fields", "stream", "progress", "keeps_cache"),
     [
         ({}, False, False, True),
