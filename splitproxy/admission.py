@@ -193,6 +193,12 @@ class Admission:
         self._ledger.erased(lease, emptied)
         self.pump()
 
+    def begun(self, lease: Lease) -> None:
+        """The engine is at work for a lease: a request that the engine chooses a slot for may come beside it."""
+        self._ledger.begun(lease)
+        if self._waiters:
+            self.pump()
+
     def settle(self, lease: Lease, chosen: int) -> Lease:
         """The engine has chosen a slot for a request that had it alone: the other slots can be had again."""
         settled = self._ledger.settle(lease, chosen)

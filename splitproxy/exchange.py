@@ -21,6 +21,9 @@ from splitproxy.wire import to_client
 
 log = logging.getLogger(__name__)
 
+NO_SUCH_ENDPOINT = frozenset({404, 405, 501})
+MOST_LACKS = 64  # paths are clients' words
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange(Service):
@@ -83,10 +86,11 @@ class Exchange(Service):
         """Have an engine answer that has not been tried; with a turn, when it is that request's and no other's."""
         engines, lease = [name for name in self.decode_engines() if name not in tried], None
         engine = max(engines or self.decode_engines(), key=self._idleness)
-        if turn is not None:
+        member, path = self.fleet.members[engine], incoming.target.partition("?")[0]
+        if turn is not None and path not in member.lacks:
             claim, deadline = self.ledger.claim_engine, self.queue_deadline(0.0)
             lease = await self.admission.acquire(Role.DECODE, engine, claim, deadline, turn=turn, avoid=lambda: tried)
-            engine = lease.engine
+            engine, member = lease.engine, self.fleet.members[lease.engine]
         tried.append(engine)
         trace.engine = engine
         try:
@@ -95,6 +99,8 @@ class Exchange(Service):
             async with self.fleet.engine(engine).call(call, self.settings.deadlines) as answer:
                 headers, trace.status = to_client(answer.headers), answer.status
                 trace.outcome = Outcome.OK if answer.status < 400 else Outcome.ERROR
+                if answer.status in NO_SUCH_ENDPOINT and len(member.lacks) < MOST_LACKS:
+                    member.lacks.add(path)
                 await client.begin(answer.status, headers, length=content_length(answer), one_piece=False)
                 await pass_on(answer, client)
                 trace.answered = True

@@ -5,12 +5,12 @@ in time, and where there is no more, it ends alone.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 from splitproxy.errors import EngineError, Fault, RequestError
 from splitproxy.ledger import Lease, Ledger
+from splitproxy.tasks import beside
 from splitproxy.watch import SlotWatch
 
 STEP_TOKENS = 512  # reserved at once, and how near to its end a reservation is extended
@@ -56,7 +56,7 @@ class Share:
         """Ask the engine itself, now and then, how much the answer fills: events tell it roughly, and a whole answer
         tells nothing before it is complete. A `limited` one needs no more than was reserved, unless the prompt's length
         was estimated wrongly."""
-        async with _beside(self._follow(limited)):
+        async with beside(self._follow(limited)):
             yield
 
     async def _follow(self, limited: bool) -> None:
@@ -72,31 +72,3 @@ class Share:
                 before, most = filled, filled
                 if filled + (0 if limited else step) > self.cells:
                     await self._extend(filled + 2 * step, filled + (0 if limited else 2 * since))
-
-
-@asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` beside the body of the context. Where it fails, the body is cancelled and its error raised."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.create_task(work)
-    try:
-        async with asyncio.timeout(None) as scope:
-
-            def ended(_: object) -> None:
-                if not task.cancelled():
-                    scope.reschedule(loop.time())
-
-            task.add_done_callback(ended)
-            try:
-                yield
-            finally:
-                task.remove_done_callback(ended)
-                task.cancel()
-                await asyncio.wait([task])
-    except TimeoutError:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error from None
-        raise
-    finally:
-        if task.done() and not task.cancelled():
-            task.exception()  # where the body has ended by itself, nobody else asks

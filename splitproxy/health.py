@@ -139,6 +139,7 @@ class Health:
         member.identity, member.state, member.fault = identity, EngineState.READY, ""
         member.doubted, member.identified = False, asyncio.get_running_loop().time()
         member.epoch += 1
+        member.lacks.clear()
         self._ledger.open(member.engine.name, member.role, identity.slots, identity.context)
         self._recall.forget(member.engine.name)
         log.info(

@@ -63,6 +63,8 @@ class Lease:
 class _Slot:
     number: int
     lease: Lease | None = None
+    begun: bool = False  # whether the engine is surely at work for the lease: it gives the slot to nobody else
+    overtaken: Lease | None = None  # one whose answer had ended when the engine chose this slot for another request
     holding: Holding = EMPTY
     reserved: int = 0  # cells of the pool for the request that has the lease
     used: int = 0  # the ledger's own clock at the last release
@@ -89,6 +91,10 @@ class _Engine:
         if self.everything:
             return []
         return [slot for slot in self.slots if slot.lease is None and slot.doomed_by is None]
+
+    def may_choose(self) -> bool:
+        """Whether the engine may choose a slot by itself: it knows of all that are taken."""
+        return all(slot.begun if slot.lease is not None else slot.doomed_by is None for slot in self.slots)
 
     def make_room(self, slot: _Slot, cells: int) -> tuple[int, ...] | None:
         """The idle slots to erase, oldest first, so that `slot` may fill `cells` of the pool; None if they are few."""
@@ -211,11 +217,11 @@ class Ledger:
 
         `tokens` are the prompt's, as far as they are known; `prompt_tokens` is their number or an estimate. The pool of
         cells is taken to be shared by all slots. A prompt that surely can never fit needs none: the engine refuses it.
-        `alone` is for a request that no slot can be named for: all slots must be free, so that the engine can choose,
-        and none can be had until `settle` tells which it was.
+        `alone` is for a request that no slot can be named for: the engine chooses among those that are idle, so all
+        that are claimed must have begun, and none can be had until `settle` tells which it was.
         """
         books = self._engines.get(engine)
-        if books is None or not (free := books.free()) or (alone and len(free) < len(books.slots)):
+        if books is None or not (free := books.free()) or (alone and not books.may_choose()):
             return None
         slot, held = _choose(free, tokens)
         never_fits = len(tokens) >= books.context
@@ -224,11 +230,29 @@ class Ledger:
             return None
         certain = len(slot.holding.tokens)
         slot.lease = Lease(engine, slot.number, books.epoch, cells, erase, held, continues=held >= certain)
-        slot.reserved = cells
+        slot.reserved, slot.begun = cells, False
         slot.holding = EMPTY  # until the request has ended well
         if alone and len(books.slots) > 1:
             books.everything = slot.lease
         return slot.lease
+
+    def begun(self, lease: Lease) -> None:
+        """The engine is at work for this lease."""
+        if lease.slot is not None and self.is_current(lease):
+            slot = self._engines[lease.engine].slots[lease.slot]
+            slot.begun = slot.begun or slot.lease is lease
+
+    def not_begun(self, engine: str) -> list[Lease]:
+        """The leases for which an engine with a free slot may not be at work yet."""
+        books = self._engines.get(engine)
+        if books is None or not books.free():
+            return []
+        return [slot.lease for slot in books.slots if slot.lease is not None and not slot.begun]
+
+    def at_work(self, engine: str) -> set[int]:
+        """The slots in which the engine is, or was, at work for a lease."""
+        slots = self._engines[engine].slots if engine in self._engines else []
+        return {slot.number for slot in slots if slot.begun}
 
     def fits(self, engine: str, cells: int) -> bool:
         """Whether a slot for so many tokens can be claimed now."""
@@ -249,9 +273,12 @@ class Ledger:
         books.everything = None
         claimed, slot = books.slots[lease.number], books.slots[chosen]
         if slot is claimed:
+            slot.begun = True
             return lease
         self.erased(lease)
+        slot.overtaken = slot.lease
         slot.lease, slot.reserved, slot.holding = replace(lease, slot=chosen, held=0), claimed.reserved, EMPTY
+        slot.begun = True
         claimed.lease, claimed.holding = None, Holding(occupied=claimed.reserved)
         return slot.lease
 
@@ -303,10 +330,13 @@ class Ledger:
                 slot.holding = Holding(occupied=books.context // len(books.slots))
             return
         slot = books.slots[lease.slot]
+        if slot.overtaken is lease:
+            slot.overtaken = None
+            return
         if slot.lease is not lease:
             raise ValueError(f"slot {lease.slot} of {lease.engine} is not held by this lease")
         self.erased(lease)
-        slot.lease = None
+        slot.lease, slot.begun = None, False
         slot.used = self._clock
         slot.holding = holding if holding is not None else Holding(occupied=slot.reserved)
 

@@ -25,6 +25,7 @@ class Member:
     doubted: bool = False  # something went wrong since it was identified: it may be another one by now
     identified: float = 0.0  # when, on the loop's clock
     epoch: int = 0  # counts how often it was welcomed: what was learned in an older one may be wrong
+    lacks: set[str] = field(default_factory=set)  # paths that it does not serve: nobody needs a slot to be told so
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
     watch: SlotWatch = field(init=False)
 

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from splitproxy import access
@@ -265,34 +265,33 @@ class Request:
     async def _decode(self, lease: Lease, route: Route, job: Job) -> None:
         """Send the client's request to the slot, relay the answer, and settle the books."""
         service, trace = self.service, self.trace
+        fleet, slots = service.fleet, service.fleet.slots
+        share = Share(lease, self.prompt_tokens, service.ledger, fleet.watch(lease.engine), slots.erase)
         try:
-            engine = service.fleet.engine(lease.engine)
+            engine = fleet.engine(lease.engine)
             call = self.incoming.call(engine.pinned(self.ask, lease.slot), streams=self.ask.stream)
             trace.start_decode()
             self.ids = IdReader()
             calling = engine.call(call, service.settings.deadlines)
-            async with self._pool_share(lease) as share, calling as answer:
-                lease = share.lease = await service.fleet.slots.settle(lease)
+            async with self._followed(share), slots.settling(share), calling as answer:
+                share.lease = await slots.settle(share.lease)
+                if answer.media_type == MEDIA_TYPE:
+                    service.admission.begun(share.lease)
                 self._require_ready(answer)
                 await self._relay(answer, engine, route, share, job)
             if self.tokens is None and self.ask.not_splittable is None and trace.figures is not None:
                 # The client has its answer; the next turn wants to know.
                 self.tokens = await service.tokenize(self.ask, trace)
         finally:
-            self._judge(lease)
-            service.fleet.slots.end(lease, quiet=trace.answered, holding=self._holding())
-
-    @asynccontextmanager
-    async def _pool_share(self, lease: Lease) -> AsyncIterator[Share]:
-        """The answer's share of the pool while it runs; followed where nobody knows how large it will be."""
-        fleet = self.service.fleet
-        share = Share(lease, self.prompt_tokens, self.service.ledger, fleet.watch(lease.engine), fleet.slots.erase)
-        follow = share.followed(limited=self.ask.max_tokens is not None)
-        try:
-            async with nullcontext() if self.bounded or lease.slot is None else follow:
-                yield share
-        finally:
             self.filled = share.cells
+            self._judge(share.lease)
+            slots.end(share.lease, quiet=trace.answered, holding=self._holding())
+
+    def _followed(self, share: Share) -> AbstractAsyncContextManager[None]:
+        """Follow how much of the pool the answer fills, where nobody knows how much it will."""
+        if self.bounded or share.lease.slot is None:
+            return nullcontext()
+        return share.followed(limited=self.ask.max_tokens is not None)
 
     @property
     def bounded(self) -> bool:
@@ -323,18 +322,20 @@ class Request:
         ledger, count = self.service.ledger, self.prompt_tokens
         wanted = self.ask.max_tokens
         growth = self.service.settings.reserve_tokens if wanted is None else wanted
+        alone = not self.ask.pinned
 
         def claim(engine: str) -> Lease | None:
             if self.ask.answers > 1:
                 return ledger.claim_engine(engine)
             if self._is_stale(route, engine):
                 raise StaleRoute
-            return ledger.claim(engine, self.known, count, growth, alone=not self.ask.pinned)
+            return ledger.claim(engine, self.known, count, growth, alone=alone)
 
         # A conversation waits for the engine that holds it; what no engine holds goes wherever a slot is free. Who
         # needs a whole engine waits for one alone: it would keep all the others from being used as well.
         bound = 2 * (route.held_tokens or 0) >= max(count, 1) or self.ask.answers > 1
-        lease = await self._lease(Role.DECODE, route.decode_engine, claim, bound=bound)
+        async with self.service.fleet.slots.noticing() if alone else nullcontext():
+            lease = await self._lease(Role.DECODE, route.decode_engine, claim, bound=bound)
         self.trace.engine = lease.engine
         return lease
 

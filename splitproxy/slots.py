@@ -6,22 +6,24 @@ The lease of a slot whose request was cut off is kept until the engine has reall
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, nullcontext, suppress
 
 from splitproxy.adapter import Deadlines
 from splitproxy.admission import Admission
 from splitproxy.errors import EngineError
+from splitproxy.growth import Share
 from splitproxy.ledger import Holding, Lease, Ledger
 from splitproxy.member import Member
 from splitproxy.model import Role
-from splitproxy.tasks import Tasks
+from splitproxy.tasks import Tasks, beside
 
 log = logging.getLogger(__name__)
 
 # When a slot whose request was cut off is looked at: seconds after the end of the look before. A prefill engine answers
 # a look after the batch that it reads, so that looks wait for the engine and not for a clock.
 QUIET_LOOKS_S = {Role.DECODE: (0.25, 1.25, 1.5), Role.PREFILL: (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)}
+NOTICE_S = 0.2  # between looks for what has begun; the watch keeps them apart where they are many
 STUCK_S = 10.0  # more than an engine needs to finish a batch and to notice that its client has left
 
 
@@ -64,6 +66,43 @@ class Slots:
             if (chosen := await self._members[lease.engine].engine.newest_task()) is not None:
                 return self._admission.settle(lease, chosen)
         return lease
+
+    @asynccontextmanager
+    async def settling(self, share: Share) -> AsyncIterator[None]:
+        """Settle a lease as soon as a look shows where its request runs: an answer that is not streamed tells nothing
+        before its end."""
+        async with beside(self._settle_by_looks(share)) if self._ledger.is_unsettled(share.lease) else nullcontext():
+            yield
+
+    async def _settle_by_looks(self, share: Share) -> None:
+        engine = share.lease.engine
+        while True:
+            await asyncio.sleep(NOTICE_S)
+            if not self._ledger.is_unsettled(share.lease):
+                return
+            others = self._ledger.at_work(engine)
+            with suppress(EngineError):
+                seen = await self._members[engine].watch.look()
+                chosen = [slot for slot, state in seen.items() if state.busy and slot not in others]
+                if len(chosen) == 1 and self._ledger.is_unsettled(share.lease):
+                    share.lease = self._admission.settle(share.lease, chosen[0])
+
+    @asynccontextmanager
+    async def noticing(self) -> AsyncIterator[None]:
+        """Look out for requests that have begun unseen, for one that waits until all have."""
+        async with beside(self._notice()):
+            yield
+
+    async def _notice(self) -> None:
+        while True:
+            for name, member in self._members.items():
+                if member.role is Role.DECODE and (leases := self._ledger.not_begun(name)):
+                    with suppress(EngineError):
+                        seen = await member.watch.look()
+                        for lease in leases:
+                            if (state := seen.get(lease.number)) is not None and state.busy:
+                                self._admission.begun(lease)
+            await asyncio.sleep(NOTICE_S)
 
     def end(self, lease: Lease, *, quiet: bool, holding: Holding | None = None) -> None:
         """Release a lease: at once when its slot is `quiet`, else as soon as the engine has stopped working on it."""

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,3 +40,31 @@ class Tasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` beside the body of the context. Where it fails, the body is cancelled and its error raised."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(work)
+    try:
+        async with asyncio.timeout(None) as scope:
+
+            def ended(_: object) -> None:
+                if not task.cancelled() and task.exception() is not None:
+                    scope.reschedule(loop.time())
+
+            task.add_done_callback(ended)
+            try:
+                yield
+            finally:
+                task.remove_done_callback(ended)
+                task.cancel()
+                await asyncio.wait([task])
+    except TimeoutError:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error from None
+        raise
+    finally:
+        if task.done() and not task.cancelled():
+            task.exception()  # where the body has ended by itself, nobody else asks

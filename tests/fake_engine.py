@@ -482,7 +482,7 @@ class FakeEngine:
             made = self._parse(call, dialect)
             stage = self._meet("prefill" if dialect.limit(made.body) == 0 else "decode", call)
             slots = self.slots  # a revived engine has others
-            slot, _ = await slots.take(self._pin(call), call)
+            slot, _ = await slots.take(self._pin(call), call, made.prompt)
             slot.task = self._answers
             lag = 0.0
             try:
@@ -514,6 +514,8 @@ class FakeEngine:
         if "x-conversation-id" in call.headers:
             self.violations.append("X-Conversation-Id was passed on: the engine would go on when the client leaves")
         body = _body(call)
+        if call.path.endswith("/messages"):
+            return None  # the field is dropped when such a body is converted
         pin = body.get("id_slot", -1)
         if type(pin) is int and pin >= 0:
             return pin

@@ -5,7 +5,9 @@ It knows nothing of HTTP. Everything runs in one event loop, and nothing here wa
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from tests.fake_model import Held
@@ -58,6 +60,12 @@ class _Waiter:
     turn: "asyncio.Future[Slot]"
 
 
+def _similar(slot: Slot, prompt: Sequence[int]) -> int:
+    """How many leading tokens of a prompt a slot holds; 0 where they are no more than a tenth of it."""
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(slot.held.ids, prompt, strict=False)))
+    return shared if 10 * shared > len(prompt) else 0
+
+
 class Slots:
     """All slots of one engine, the line of those who wait, and the memory that the slots share."""
 
@@ -91,14 +99,15 @@ class Slots:
         """Held by whatever keeps the whole engine from computing."""
         return self._thread
 
-    async def take(self, pin: int | None, call: Call) -> tuple[Slot, bool]:
-        """A slot, now or when it is this call's turn, and whether the call had to wait for it."""
+    async def take(self, pin: int | None, call: Call, prompt: Sequence[int] = ()) -> tuple[Slot, bool]:
+        """A slot, now or when it is this call's turn, and whether the call had to wait for it. Without a pin it is an
+        idle one that holds more than a tenth of the prompt, else the one that was used longest ago."""
         wanted = self.all if pin is None else [self[pin]]
         if pin is not None and wanted[0].call is not None:
             self._violations.append(f"{call.method} {call.path} was sent to slot {wanted[0].id} while it was busy")
         idle = [slot for slot in wanted if slot.call is None]
         if idle:
-            slot = min(idle, key=lambda slot: slot.used)
+            slot = max(idle, key=lambda slot: (_similar(slot, prompt), -slot.used))
             self._occupy(slot, call)
             return slot, False
         waiter = _Waiter(None if pin is None else wanted[0].id, call, asyncio.get_running_loop().create_future())

@@ -355,7 +355,7 @@ def test_a_lease_tells_whether_the_prompt_continues_the_slot(prompt: Tokens, con
 
 
 def test_a_request_alone_gets_the_engine_until_it_is_known_where_it_is() -> None:
-    """Such a request needs every slot free, and keeps them until its slot is known; then the others can be had."""
+    """Such a request keeps all slots that are free until its own is known; then the others can be had."""
     ledger = opened(slots=3)
     left_with(ledger, A)
     running = claim(ledger, B)
@@ -374,6 +374,61 @@ def test_a_request_alone_gets_the_engine_until_it_is_known_where_it_is() -> None
     assert ledger.count("w").free == 2
     ledger.release(settled, EMPTY)
     assert ledger.busy() == 0
+
+
+def test_an_engine_may_choose_when_all_others_have_begun() -> None:
+    """Until then it could choose a slot that is claimed, or about to be erased."""
+    ledger = opened(slots=3)
+    running = claim(ledger, B)
+    assert ledger.not_begun("w") == [running]
+    assert ledger.claim("w", C, 100, 0, alone=True) is None
+    ledger.begun(running)
+    assert (ledger.not_begun("w"), ledger.at_work("w")) == ([], {running.number})
+    lease = ledger.claim("w", C, 100, 0, alone=True)
+    assert lease is not None
+    assert ledger.claim("w", A, 100, 0) is None
+    settled = ledger.settle(lease, lease.number)
+    assert ledger.at_work("w") == {running.number, settled.number}
+    assert ledger.claim("w", A, 100, 0, alone=True) is not None
+
+
+def test_a_slot_that_is_doomed_is_none_to_choose() -> None:
+    """What is about to be erased must not be at work by then."""
+    ledger = opened(slots=3, context=1000)
+    left_with(ledger, Tokens(range(900)))
+    eraser = claim(ledger, B, 500)
+    assert eraser.erase
+    ledger.begun(eraser)
+    assert ledger.claim("w", C, 10, 0, alone=True) is None
+    ledger.erased(eraser, eraser.erase)
+    assert ledger.claim("w", C, 10, 0, alone=True) is not None
+
+
+def test_a_slot_whose_answer_has_just_ended_may_be_chosen() -> None:
+    """The engine knows of an end before we do: the slot is the newcomer's, and the release that follows is void."""
+    ledger = opened(slots=2)
+    ended = claim(ledger, B)
+    ledger.begun(ended)
+    lease = ledger.claim("w", C, 100, 0, alone=True)
+    assert lease is not None
+    settled = ledger.settle(lease, ended.number)
+    assert settled.number == ended.number
+    ledger.release(ended, Holding(B, occupied=len(B)))
+    assert (ledger.busy(), ledger.count("w").free, ledger.held("w", B)) == (1, 1, 0)
+    ledger.release(settled, Holding(C, occupied=len(C)))
+    assert (ledger.busy(), ledger.count("w").free, ledger.held("w", C)) == (0, 2, len(C))
+
+
+def test_a_beginning_counts_for_one_lease() -> None:
+    """The next lease of the slot has not begun, and an old one does not begin it."""
+    ledger = opened(slots=2)
+    first = claim(ledger, B)
+    ledger.begun(first)
+    ledger.release(first, EMPTY)
+    second = claim(ledger, B)
+    assert second.number == first.number
+    ledger.begun(first)
+    assert ledger.not_begun("w") == [second]
 
 
 def test_an_engine_that_chooses_as_we_did_changes_nothing() -> None:

@@ -5,6 +5,7 @@ import gc
 import random
 import statistics
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -60,6 +61,11 @@ def order(writer: FakeEngine) -> list[str]:
 def turn_of(count: int, **fields: Any) -> Json:
     """A chat with a prompt of about this many tokens."""
     return body(CHAT, words(count), **fields)
+
+
+def at_work(writer: FakeEngine, count: int) -> bool:
+    """Whether so many slots are in use."""
+    return len(writer.busy()) == count
 
 
 async def waiting(p: Running, count: int) -> None:
@@ -494,6 +500,77 @@ async def test_what_takes_several_slots_is_alone(fake: Start, path: str, asked: 
         assert (await alone).status == (200 if path in (CHAT, COMPLETIONS) else 404)
         assert not [call for call in engine.sent("decode") if call.finished is None]
         await hang_up(*running)
+
+
+async def test_messages_run_side_by_side(fake: Start) -> None:
+    """Requests that no slot can be named for share an engine with each other, streamed or not, and with any others."""
+    writer = await fake(slots=4)
+    async with proxy(None, writer) as p:
+        writer.knobs.decode.pause_s = 0.3
+        asked = [
+            body(MESSAGES, "First.", stream=True),
+            body(MESSAGES, "Second."),
+            body(CHAT, "Third."),
+            body(MESSAGES, "Fourth.", stream=True),
+        ]
+        tasks = []
+        for number, one in enumerate(asked, start=1):
+            tasks.append(asyncio.create_task(p.ask(MESSAGES if "Third" not in str(one) else CHAT, one)))
+            await until(partial(at_work, writer, number))
+        assert p.proxy.ledger.count("writer").busy == 4
+        writer.knobs.decode.pause_s = 0.0
+        for task, one in zip(tasks, asked, strict=True):
+            assert (await task).text == right_text(one)
+
+
+async def test_messages_do_not_wait_for_an_engine_to_be_empty(fake: Start) -> None:
+    """An answer that is not streamed is seen to have begun by a look; until then nobody chooses a slot beside it."""
+    writer = await fake(slots=2)
+    async with proxy(None, writer) as p:
+        writer.knobs.decode.delay_s = 0.3
+        writer.knobs.decode.pause_s = 0.3
+        whole = asyncio.create_task(p.ask(NATIVE, short("whole")))
+        await until(lambda: writer.sent("decode"))
+        message = asyncio.create_task(p.ask(MESSAGES, body(MESSAGES, "Beside.")))
+        await until(lambda: len(writer.busy()) == 2)
+        assert not whole.done()
+        writer.knobs.decode.pause_s = 0.0
+        assert [(await task).status for task in (whole, message)] == [200, 200]
+
+
+async def test_a_conversation_of_messages_stays_in_its_slot(fake: Start) -> None:
+    """The slot that the engine chose is known for the next turn, though others run beside it."""
+    writer = await fake(slots=4)
+    async with proxy(None, writer) as p:
+        writer.knobs.decode.stall_after = 1
+        held = await occupied(p, writer)
+        writer.knobs.decode.stall_after = None
+        messages = [{"role": "user", "content": words(3 * FLOOR)}]
+        said = await p.ask(MESSAGES, turn(messages))
+        first = writer.sent("decode")[-1]
+        again = await p.ask(MESSAGES, turn(answered(messages, said.text, "And then?")))
+        second = writer.sent("decode")[-1]
+        assert (second.slot, again.status) == (first.slot, 200)
+        assert second.cached >= first.read
+        assert await p.metric("splitproxy_belief_mismatch_total") == 0
+        await hang_up(held)
+
+
+async def test_an_endpoint_that_is_not_there_is_asked_alone_once(fake: Start) -> None:
+    """To hear again that the engine does not have it, nobody waits, and nobody is kept waiting."""
+    writer = await fake(slots=2)
+    async with proxy(None, writer) as p:
+        assert (await p.ask("/v1/embeddings", {"input": "x"})).status == 404
+        writer.knobs.decode.stall_after = 1
+        held = await occupied(p, writer)
+        assert (await p.ask("/v1/embeddings", {"input": "x"})).status == 404
+        another = asyncio.create_task(p.ask("/rerank", {"query": "x"}))
+        await waiting(p, 1)
+        await hang_up(held)
+        assert (await another).status == 404
+        p.proxy.fleet.health.lost("writer")
+        await until(lambda: p.state("writer") is EngineState.READY)
+        assert not p.proxy.fleet.members["writer"].lacks
 
 
 # ---- conversations ----
