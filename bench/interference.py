@@ -1,17 +1,20 @@
 """What a running answer feels of a long prompt that arrives: split, on one engine, and on two engines side by side.
 
-    python -m bench.interference [--runs 3] [--tokens 2000] [--json FILE]
+    python -m bench.interference [--runs 3] [--tokens 2000] [--aside] [--json FILE] [--add FILE ...]
 
 A stream runs. Two fresh prompts arrive, one after the other; from the first to the end of the second's answer the gaps
 between the stream's tokens are noted. The ways to serve this take turns, run by run:
 
-- undisturbed: no prompt comes; the decode engine of the split pair writes for as long as two prompts would take
+- undisturbed: no prompt comes; the decode engine of the split pair writes for as long as the split took for its prompts
 - split: a prefill engine reads, a decode engine writes, the proxy in front of both
 - held: the same, but the decode engine holds the prompts already; what it costs to answer beside the stream, no more
 - one engine: a single llama-server, with the batch sizes 2048 (its default) and 512
 - replicas: two whole llama-servers, requests in turns; the second prompt meets the stream
 
 Each engine computes with one thread on one core: prefill engine and first replica on one, all the others on another.
+With --aside the proxy and the clients keep to the prefill engine's core, too. The first step is what the decode engine
+itself says that it took for the last token of a prompt, beside the stream: a gap in it. --add takes the runs of earlier
+files in.
 """
 
 import argparse
@@ -86,6 +89,7 @@ class Run:
     first_token_ms: float  # of the prompts
     save_ms: float
     restore_ms: float
+    first_step_ms: float = 0.0  # of the prompts' answers, where the decode engine had nothing else to read
 
 
 @asynccontextmanager
@@ -195,9 +199,9 @@ class Bench:
                 costs.append(cost)
             if way.name == "split" and not all(costs):
                 raise RuntimeError(f"a prompt was not handed over: {self._proxy.recent[-1].route}")
-            if way.prompts:
-                self._spent_s = max(self._spent_s, time.perf_counter() - start)
-            else:
+            if way.name == "split":
+                self._spent_s = time.perf_counter() - start
+            elif not way.prompts:
                 await asyncio.sleep(self._spent_s)
             gaps = stream.gaps_ms(start, time.perf_counter())
         finally:
@@ -210,7 +214,13 @@ class Bench:
             first_token_ms=statistics.median(firsts) if firsts else 0.0,
             save_ms=max((cost.get("save_ms", 0.0) for cost in costs), default=0.0),
             restore_ms=max((cost.get("restore_ms", 0.0) for cost in costs), default=0.0),
+            first_step_ms=self._first_step_ms(len(prompts)) if "proxy" in way.prompts else 0.0,
         )
+
+    def _first_step_ms(self, count: int) -> float:
+        """The longest first step of the latest answers, so many of them; the stream that was cut off has no figures."""
+        latest = [record.figures for record in self._proxy.recent if record.figures is not None][-count:]
+        return max(figures.prompt_ms for figures in latest)
 
     async def _fresh_ids(self) -> list[int]:
         """A prompt that no engine has seen."""
@@ -244,13 +254,15 @@ class Bench:
             return any(slot["is_processing"] for slot in await answer.json())
 
 
-async def measure(runs: int, tokens: int, console: Console) -> dict[str, list[Run]]:
+async def measure(runs: int, tokens: int, aside: bool, console: Console) -> dict[str, list[Run]]:
     """Start everything and let the ways take turns."""
     model = models.tiny_model("dense", **models.MID)
     async with contextlib.AsyncExitStack() as stack:
         store = stack.enter_context(SessionStore(fresh_dir(), remove_at_close=True))
         with console.status("starting engines"):
             urls = {p.name: await stack.enter_async_context(engine(p, model, store.folder)) for p in PLACES}
+        if aside:
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         engines = [
             {"name": "reader", "role": "prefill", "url": urls["reader"]},
             {"name": "writer", "role": "decode", "url": urls["writer"]},
@@ -290,12 +302,24 @@ def show(console: Console, found: dict[str, list[Run]], tokens: int) -> None:
     title = f"Gaps in a running stream, ms, while {PROMPTS} prompts of {tokens} tokens arrive"
     table = Table(title=f"{title}: median (least to most) of {len(found['split'])} runs", header_style="bold")
     table.add_column("way", no_wrap=True)
-    for name in ("median", "p99", "largest", "first token of a prompt", "save", "restore"):
+    for name in ("median", "p99", "largest", "first token of a prompt", "save", "restore", "first step"):
         table.add_column(name, justify="right", no_wrap=True)
-    fields = ("median_gap_ms", "p99_gap_ms", "largest_gap_ms", "first_token_ms", "save_ms", "restore_ms")
+    fields = (
+        "median_gap_ms",
+        "p99_gap_ms",
+        "largest_gap_ms",
+        "first_token_ms",
+        "save_ms",
+        "restore_ms",
+        "first_step_ms",
+    )
     for name, runs in found.items():
         table.add_row(name, *(_spread([getattr(run, field) for run in runs]) for field in fields))
     console.print(table)
+    kept = sum(
+        split.largest_gap_ms <= AIM_FACTOR * alone.largest_gap_ms + split.restore_ms
+        for split, alone in zip(found["split"], found["undisturbed"], strict=True)
+    )
     middle = {name: _median(runs, "largest_gap_ms") for name, runs in found.items()}
     stall = _median(found["split"], "restore_ms")
     limit = AIM_FACTOR * middle["undisturbed"] + stall
@@ -303,7 +327,8 @@ def show(console: Console, found: dict[str, list[Run]], tokens: int) -> None:
     console.print(
         f"split: largest gap {middle['split']:.1f} ms, {verdict} {limit:.1f} ms = "
         f"{AIM_FACTOR} x {middle['undisturbed']:.1f} ms undisturbed + {stall:.1f} ms for the restore; "
-        f"with the prompts held already it is {middle['held']:.1f} ms"
+        f"with the prompts held already it is {middle['held']:.1f} ms. "
+        f"Run by run: within in {kept} of {len(found['split'])}"
     )
 
 
@@ -322,11 +347,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.interference", description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=2000, help="length of each prompt")
+    parser.add_argument(
+        "--aside", action="store_true", help="keep the proxy and the clients on the prefill engine's core"
+    )
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console() if sys.stdout.isatty() else Console(width=160)
-    found = asyncio.run(measure(options.runs, options.tokens, console))
+    found = asyncio.run(measure(options.runs, options.tokens, options.aside, console)) if options.runs else {}
+    for file in options.add:
+        for name, runs in orjson.loads(file.read_bytes()).items():
+            found.setdefault(name, []).extend(Run(**run) for run in runs)
     show(console, found, options.tokens)
     if options.json is not None:
         figures: dict[str, Any] = {name: [asdict(run) for run in runs] for name, runs in found.items()}

@@ -99,7 +99,7 @@ class Exchange(Service):
             async with self.fleet.engine(engine).call(call, self.settings.deadlines) as answer:
                 headers, trace.status = to_client(answer.headers), answer.status
                 trace.outcome = Outcome.OK if answer.status < 400 else Outcome.ERROR
-                if answer.status in NO_SUCH_ENDPOINT and len(member.lacks) < MOST_LACKS:
+                if lease is not None and answer.status in NO_SUCH_ENDPOINT and len(member.lacks) < MOST_LACKS:
                     member.lacks.add(path)
                 await client.begin(answer.status, headers, length=content_length(answer), one_piece=False)
                 await pass_on(answer, client)
