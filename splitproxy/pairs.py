@@ -122,12 +122,24 @@ class Pairs(Mapping[tuple[str, str], Pair]):
             self._fail(pair, name, "; ".join(differences), [SAME_MODEL])
             return
         try:
-            report = await self._probe(source.engine, target.engine)
+            leases = await self._leases(source.engine, target.engine)
         except RequestError as error:
             pair.fault = f"no slots for the self-test: {error}"
             return
-        if not pair.up or pair.epochs != epochs:
-            return  # one of them went meanwhile; its return starts the next test
+        report = None
+        try:
+            report = await self._probe(source.engine, target.engine, *leases)
+            if pair.up and pair.epochs == epochs:  # else the return of the one that went starts the next test
+                self._conclude(pair, name, report)
+        finally:
+            # Only now, so that whoever waits for the slot meets the verdict. The probe erases both slots; after a
+            # failure nobody knows.
+            clean = report is not None and report.passed
+            for lease in leases:
+                self._slots.end(lease, quiet=clean, holding=EMPTY if clean else None)
+
+    def _conclude(self, pair: Pair, name: str, report: Report) -> None:
+        source, target = pair.source, pair.target
         pair.report = report
         if report.passed:
             pair.tests += 1
@@ -185,19 +197,10 @@ class Pairs(Mapping[tuple[str, str], Pair]):
             raise
         return read[0], write
 
-    async def _probe(self, source: Engine, target: Engine) -> Report:
-        read, write = await self._leases(source, target)
-        report = None
-        try:
-            await self._slots.make_room(read)
-            await self._slots.make_room(write)
-            report = await Probe(source, target, read.number, write.number, self._deadlines).run(self._probe_tokens)
-            return report
-        finally:
-            # The probe erases both slots; after a failure nobody knows.
-            clean = report is not None and report.passed
-            for lease in (read, write):
-                self._slots.end(lease, quiet=clean, holding=EMPTY if clean else None)
+    async def _probe(self, source: Engine, target: Engine, read: Lease, write: Lease) -> Report:
+        await self._slots.make_room(read)
+        await self._slots.make_room(write)
+        return await Probe(source, target, read.number, write.number, self._deadlines).run(self._probe_tokens)
 
     def judge(self, source: str, target: str, tokens: int, in_vain: InVain | None, bytes_per_token: float) -> None:
         """A handover was judged by the engine's own figures. Three in vain, in a row, switch the pair off."""

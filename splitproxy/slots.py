@@ -62,8 +62,10 @@ class Slots:
         """
         if not self._ledger.is_unsettled(lease):
             return lease
+        member = self._members[lease.engine]
+        member.watch.count()
         with suppress(EngineError):
-            if (chosen := await self._members[lease.engine].engine.newest_task()) is not None:
+            if (chosen := await member.engine.newest_task()) is not None:
                 return self._admission.settle(lease, chosen)
         return lease
 

@@ -38,6 +38,10 @@ class SlotWatch:
             raise self._seen
         return self._seen
 
+    def count(self) -> None:
+        """Somebody looks at the slots past this watch, because it cannot wait."""
+        self._times.append(asyncio.get_running_loop().time())
+
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
         if self._apart:

@@ -278,12 +278,14 @@ async def test_a_save_behind_a_waiting_request_holds_the_wrong_prompt(fake: Star
 
 
 async def test_requests_without_a_slot_are_noticed(fake: Start, talk: Talk) -> None:
-    """A request that is not pinned takes the slot that was used longest ago, and is a broken rule."""
+    """A request that is not pinned takes the slot that holds some of it, else the one that was used longest ago, and
+    is a broken rule."""
     engine = await fake(slots=2)
     await talk.read(engine, slot=0)
+    await talk.read(engine, prompt=[7] * 50, slot=-1)
     await talk.read(engine, slot=-1)
-    assert engine.calls[1].slot == 1
-    assert engine.violations == ["/completion was not pinned to a slot"]
+    assert [call.slot for call in engine.calls] == [0, 1, 0]
+    assert engine.violations == ["/completion was not pinned to a slot"] * 2
 
 
 async def test_a_conversation_header_is_noticed(fake: Start, talk: Talk) -> None:

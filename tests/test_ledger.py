@@ -424,7 +424,7 @@ def test_a_beginning_counts_for_one_lease() -> None:
     ledger = opened(slots=2)
     first = claim(ledger, B)
     ledger.begun(first)
-    ledger.release(first, EMPTY)
+    ledger.release(first, Holding(B, occupied=len(B)))
     second = claim(ledger, B)
     assert second.number == first.number
     ledger.begun(first)
