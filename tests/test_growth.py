@@ -122,10 +122,10 @@ async def test_a_fast_answer_needs_room_for_as_much_again() -> None:
 async def test_a_step_that_does_not_fit_is_made_smaller() -> None:
     """An answer gets as little as it needs now before it is ended for want of room."""
     pool = Pool(reserved=300, beside=690)
-    await pool.share.written(205)
+    await pool.write(205)
     assert pool.share.cells == 305
     with pytest.raises(RequestError):
-        await pool.share.written(10)
+        await pool.write(10)
 
 
 async def test_a_look_at_a_full_pool_ends_the_answer() -> None:
