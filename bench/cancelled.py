@@ -31,7 +31,7 @@ from bench.interference import PLACES, READS, engine
 from splitproxy.app import listening
 from splitproxy.assembly import Proxy, assembled
 from splitproxy.config import Config
-from splitproxy.model import PairState, RequestRecord
+from splitproxy.model import Outcome, PairState, RequestRecord
 from splitproxy.sessions import SessionStore, fresh_dir
 from tests import models
 
@@ -57,6 +57,7 @@ class Bench:
 
     def __init__(self, http: aiohttp.ClientSession, urls: dict[str, str], proxy: Proxy, tokens: int) -> None:
         self._http, self._urls, self._proxy, self._tokens = http, urls, proxy, tokens
+        self._noted = ""  # the latest request that was looked at
 
     async def batch_ms(self) -> float:
         """What one batch takes, by a whole prompt that nothing disturbs."""
@@ -77,9 +78,16 @@ class Bench:
         return Round(batch_ms, record.queue_ms, moved_first_ms, local_first_ms, alone_first_ms)
 
     async def _latest(self) -> RequestRecord:
-        """The latest request that was handed over, once all is noted."""
+        """The latest request that was handed over, once it is noted."""
         await self._quiet()
-        return next(record for record in reversed(self._proxy.recent) if record.handover is not None)
+        while True:
+            moved = [
+                record for record in self._proxy.recent if record.handover is not None and record.outcome is Outcome.OK
+            ]
+            if moved and moved[-1].request_id != self._noted:
+                self._noted = moved[-1].request_id
+                return moved[-1]
+            await asyncio.sleep(0.01)
 
     async def _given_up(self, place: str, batch_ms: float) -> None:
         """Ten clients send a long prompt, and leave while the first is read."""
