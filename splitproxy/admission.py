@@ -193,12 +193,6 @@ class Admission:
         self._ledger.erased(lease, emptied)
         self.pump()
 
-    def begun(self, lease: Lease) -> None:
-        """The engine is at work for a lease: a request that the engine chooses a slot for may come beside it."""
-        self._ledger.begun(lease)
-        if self._waiters:
-            self.pump()
-
     def settle(self, lease: Lease, chosen: int) -> Lease:
         """The engine has chosen a slot for a request that had it alone: the other slots can be had again."""
         settled = self._ledger.settle(lease, chosen)
@@ -212,7 +206,7 @@ class Admission:
 
     def pump(self) -> None:
         """Give every waiter its turn that can have it now. To be called whenever the books have changed."""
-        blocked: set[str] = set()
+        blocked = {name for role in Role for name in self._ledger.ready(role) if not self._ledger.has_free(name)}
         for waiter in list(self._waiters):
             if waiter.lease.done():
                 continue  # cancelled a moment ago; it withdraws by itself

@@ -182,6 +182,9 @@ class Ledger:
         free = books.free()
         return SlotCount(len(free), len(books.slots) - len(free), sum(bool(s.holding.occupied) for s in free))
 
+    def has_free(self, engine: str) -> bool:
+        return engine in self._engines and bool(self._engines[engine].free())
+
     def held(self, engine: str, tokens: Tokens) -> int:
         """How many leading tokens of a prompt the slot that it would get is believed to hold."""
         return self.outlook(engine, tokens)[0]

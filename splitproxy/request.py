@@ -276,7 +276,7 @@ class Request:
             async with self._followed(share), slots.settling(share), calling as answer:
                 share.lease = await slots.settle(share.lease)
                 if answer.media_type == MEDIA_TYPE:
-                    service.admission.begun(share.lease)
+                    slots.begun(share.lease)
                 self._require_ready(answer)
                 await self._relay(answer, engine, route, share, job)
             if self.tokens is None and self.ask.not_splittable is None and trace.figures is not None:

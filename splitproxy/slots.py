@@ -38,6 +38,7 @@ class Slots:
         self._admission = admission
         self._deadlines = deadlines
         self._tasks = tasks
+        self._choosers = 0  # requests that wait for an engine to choose a slot for them
 
     async def make_room(self, lease: Lease) -> None:
         """Erase the idle slots that a lease needs out of its way."""
@@ -89,11 +90,21 @@ class Slots:
                 if len(chosen) == 1 and self._ledger.is_unsettled(share.lease):
                     share.lease = self._admission.settle(share.lease, chosen[0])
 
+    def begun(self, lease: Lease) -> None:
+        """The engine is seen to be at work for a lease: a request that it chooses a slot for may come beside it."""
+        self._ledger.begun(lease)
+        if self._choosers:
+            self._admission.pump()
+
     @asynccontextmanager
     async def noticing(self) -> AsyncIterator[None]:
         """Look out for requests that have begun unseen, for one that waits until all have."""
-        async with beside(self._notice()):
-            yield
+        self._choosers += 1
+        try:
+            async with beside(self._notice()):
+                yield
+        finally:
+            self._choosers -= 1
 
     async def _notice(self) -> None:
         while True:
@@ -103,7 +114,7 @@ class Slots:
                         seen = await member.watch.look()
                         for lease in leases:
                             if (state := seen.get(lease.number)) is not None and state.busy:
-                                self._admission.begun(lease)
+                                self.begun(lease)
             await asyncio.sleep(NOTICE_S)
 
     def end(self, lease: Lease, *, quiet: bool, holding: Holding | None = None) -> None:
