@@ -508,7 +508,7 @@ async def test_messages_run_side_by_side(fake: Start) -> None:
     """Requests that no slot can be named for share an engine with each other, streamed or not, and with any others."""
     writer = await fake(slots=4)
     async with proxy(None, writer) as p:
-        writer.knobs.decode.pause_s = 0.3
+        writer.knobs.decode.pause_s = 1.0
         asked = [
             body(MESSAGES, "First.", stream=True),
             body(MESSAGES, "Second."),
@@ -530,7 +530,7 @@ async def test_messages_do_not_wait_for_an_engine_to_be_empty(fake: Start) -> No
     writer = await fake(slots=2)
     async with proxy(None, writer) as p:
         writer.knobs.decode.delay_s = 0.3
-        writer.knobs.decode.pause_s = 0.3
+        writer.knobs.decode.pause_s = 1.0
         whole = asyncio.create_task(p.ask(NATIVE, short("whole")))
         await until(lambda: writer.sent("decode"))
         message = asyncio.create_task(p.ask(MESSAGES, body(MESSAGES, "Beside.")))
