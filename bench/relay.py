@@ -4,8 +4,8 @@
 
 One paced upstream writes events of 250 bytes, each with the time it left; one client notes when each arrives. Both, and
 each proxy, are processes of their own on this machine, and the targets take turns at each number of streams, so that
-they meet the same weather. CPU is what the kernel counted for the proxy's threads. nginx (Debian's package is enough)
-runs with one worker and without buffering.
+they meet the same weather. splitproxy runs twice, with uvloop and on asyncio's own loop. CPU is what the kernel counted
+for the proxy's threads. nginx (Debian's package is enough) runs with one worker and without buffering.
 """
 
 import argparse
@@ -55,6 +55,7 @@ http {{
   }}
 }}
 """
+WITHOUT_UVLOOP = "import sys; sys.modules['uvloop'] = None; from splitproxy.cli import main; sys.exit(main())"
 SPLITPROXY = """
 listen = "127.0.0.1:{port}"
 [queue]
@@ -317,10 +318,11 @@ def start_targets(stack: ExitStack, folder: Path) -> list[Target]:
         add("nginx", [nginx, "-c", str(file)], port)
     port = free_port()
     add("aiohttp", [*me, "aiohttp", str(port), str(upstream)], port)
-    port, file = free_port(), folder / "splitproxy.toml"
-    file.write_text(SPLITPROXY.format(port=port, upstream=upstream))
-    serve = [sys.executable, "-m", "splitproxy", "serve", "-c", str(file), "--set", f"split.dir={folder / 'sessions'}"]
-    add("splitproxy", serve, port)
+    for name, program in (("splitproxy", ["-m", "splitproxy"]), ("on asyncio", ["-c", WITHOUT_UVLOOP])):
+        port, file = free_port(), folder / f"{name}.toml"
+        file.write_text(SPLITPROXY.format(port=port, upstream=upstream))
+        serve = ["serve", "-c", str(file), "--set", f"split.dir={folder / name}"]
+        add(name, [sys.executable, *program, *serve], port)
     return targets
 
 
