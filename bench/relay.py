@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,9 +37,10 @@ from rich.table import Table
 EVENT_BYTES = 250
 EVENTS_PER_S = 20.0  # of each stream
 SETTLING_S = 3.0  # until every stream has begun
-SLOTS, CONTEXT = 512, 2**24
+CONTEXT = 2**24
 READY_S = 20.0
 PATH = "/v1/chat/completions"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 _STAMP = re.compile(rb'"t":(\d+)')
 NGINX = """
 worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
@@ -56,6 +57,7 @@ http {{
 }}
 """
 WITHOUT_UVLOOP = "import sys; sys.modules['uvloop'] = None; from splitproxy.cli import main; sys.exit(main())"
+PROGRAM = ["-m", "splitproxy"]
 SPLITPROXY = """
 listen = "127.0.0.1:{port}"
 [queue]
@@ -73,13 +75,15 @@ url = "http://127.0.0.1:{upstream}"
 class Upstream(asyncio.Protocol):
     """As much of a llama-server as a proxy asks for, and streams that write an event every now and then."""
 
+    slots = 512
+
     def __init__(self) -> None:
         self._data = b""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self.transport = transport
 
     def connection_lost(self, _error: Exception | None) -> None:
         if self._timer is not None:
@@ -94,44 +98,44 @@ class Upstream(asyncio.Protocol):
         self._data = b""
         path = head.split(b" ", 2)[1].partition(b"?")[0].decode()
         if path == PATH:
-            self._stream(int(orjson.loads(body)["max_tokens"]))
+            self.transport.write(HEAD)
+            self.answer(orjson.loads(body))
         else:
-            answer = orjson.dumps(control(path))
-            self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+            answer = orjson.dumps(control(path, self.slots))
+            self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
 
-    def _stream(self, events: int) -> None:
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        self._transport.write(head)
-        loop = asyncio.get_running_loop()
+    def answer(self, asked: dict[str, Any]) -> None:
+        """Write the stream that was asked for; its head is written already."""
+        loop, events = asyncio.get_running_loop(), int(asked["max_tokens"])
         due = loop.time() + random.random() / EVENTS_PER_S
         self._timer = loop.call_at(due, self._event, events, due)
 
     def _event(self, left: int, due: float) -> None:
         if not left:
-            self._transport.write(b"0\r\n\r\n")
+            self.transport.write(b"0\r\n\r\n")
             return
         event = b'data: {"choices":[{"delta":{"content":"word"},"index":0}],"t":%d' % time.monotonic_ns()
         event += b',"pad":"' + b"x" * (EVENT_BYTES - len(event) - 12) + b'"}\n\n'
-        self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(event), event))
         due += 1 / EVENTS_PER_S
         self._timer = asyncio.get_running_loop().call_at(due, self._event, left - 1, due)
 
 
-def control(path: str) -> Any:
+def control(path: str, slots: int) -> Any:
     """The answer to a control call."""
     answers: dict[str, Any] = {
         "/health": {"status": "ok"},
-        "/props": {"default_generation_settings": {"n_ctx": CONTEXT}, "total_slots": SLOTS, "chat_template": "x"},
+        "/props": {"default_generation_settings": {"n_ctx": CONTEXT}, "total_slots": slots, "chat_template": "x"},
         "/v1/models": {"data": [{"meta": {"n_vocab": 1}}]},
-        "/slots": [{"id": number, "is_processing": False} for number in range(SLOTS)],
+        "/slots": [{"id": number, "is_processing": False} for number in range(slots)],
         "/apply-template": {"prompt": "hi"},
         "/tokenize": {"tokens": [random.randrange(100) for _ in range(9)]},
     }
     return answers.get(path, {})
 
 
-async def serve_upstream(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", port, backlog=4096)
+async def serve_upstream(port: int, protocol: type[Upstream] = Upstream) -> None:
+    server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", port, backlog=4096)
     await server.serve_forever()
 
 
@@ -166,8 +170,9 @@ async def serve_aiohttp(port: int, upstream: int) -> None:
 class Reader(asyncio.Protocol):
     """One stream's client."""
 
-    def __init__(self, events: int, latencies: list[float]) -> None:
-        body = orjson.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": events})
+    def __init__(self, events: int, latencies: list[float], more: Mapping[str, Any] | None = None) -> None:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": events, **(more or {})}
+        body = orjson.dumps(asked)
         head = f"POST {PATH} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
         self._request = head.encode() + body
         self._latencies = latencies
@@ -301,6 +306,14 @@ def _answers(url: str) -> bool:
         return False
 
 
+def start_splitproxy(stack: ExitStack, folder: Path, name: str, upstream: int, program: list[str]) -> tuple[int, int]:
+    """Start it in front of an upstream; its process and its port."""
+    port, file = free_port(), folder / f"{name}.toml"
+    file.write_text(SPLITPROXY.format(port=port, upstream=upstream))
+    command = [sys.executable, *program, "serve", "-c", str(file), "--set", f"split.dir={folder / name}"]
+    return stack.enter_context(started(command, port, "/health")), port
+
+
 def start_targets(stack: ExitStack, folder: Path) -> list[Target]:
     me = [sys.executable, "-m", "bench.relay", "--serve"]
     upstream = free_port()
@@ -318,11 +331,9 @@ def start_targets(stack: ExitStack, folder: Path) -> list[Target]:
         add("nginx", [nginx, "-c", str(file)], port)
     port = free_port()
     add("aiohttp", [*me, "aiohttp", str(port), str(upstream)], port)
-    for name, program in (("splitproxy", ["-m", "splitproxy"]), ("on asyncio", ["-c", WITHOUT_UVLOOP])):
-        port, file = free_port(), folder / f"{name}.toml"
-        file.write_text(SPLITPROXY.format(port=port, upstream=upstream))
-        serve = ["serve", "-c", str(file), "--set", f"split.dir={folder / name}"]
-        add(name, [sys.executable, *program, *serve], port)
+    for name, program in (("splitproxy", PROGRAM), ("on asyncio", ["-c", WITHOUT_UVLOOP])):
+        pid, port = start_splitproxy(stack, folder, name, upstream, program)
+        targets.append(Target(name, port, [pid]))
     return targets
 
 

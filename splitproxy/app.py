@@ -4,10 +4,12 @@ Routes, keys, body limits and the aiohttp end of an exchange live here; decision
 """
 
 import asyncio
+import errno
 import hmac
 import logging
 import os
 import secrets
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -30,6 +32,7 @@ from splitproxy.wire import GENERATING, api_of, error_body, is_administration, n
 
 MIB = 2**20
 BODY_S = 300.0  # for a client to send its body; one that breaks off in its middle is not noticed otherwise
+LAST_WORDS_S = 0.5  # for clients to be told that their answer is cut short
 CUT_S = 0.1  # for connections to close once their requests have ended; aiohttp takes 0 for no limit
 REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT = web.RequestKey("client", str)
@@ -74,6 +77,9 @@ async def listening(proxy: Proxy) -> AsyncGenerator[str]:
 async def _drain(proxy: Proxy) -> None:
     if proxy.running:
         await asyncio.wait(proxy.running, timeout=proxy.config.drain_s)
+    if proxy.running:
+        proxy.exchange.drain.cut()
+        await asyncio.wait(proxy.running, timeout=LAST_WORDS_S)
     for task in proxy.running:
         task.cancel()
 
@@ -83,6 +89,10 @@ async def _listen(runner: web.AppRunner, settings: config.Config) -> None:
         await web.TCPSite(runner, settings.host, settings.port).start()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
+        if isinstance(error, socket.gaierror):  # its numbers are its own
+            reason = f"the host is not known here: {error.strerror}"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            reason = "this machine does not have that address"
         raise LaunchError(f"listen = {settings.listen!r}: {reason}") from None
 
 

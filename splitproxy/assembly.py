@@ -13,6 +13,7 @@ from typing import Any
 from splitproxy import access, config, metrics
 from splitproxy.adapter import Deadlines, Engine
 from splitproxy.admission import Admission
+from splitproxy.drain import Drain
 from splitproxy.engines.llama_server import LlamaServer
 from splitproxy.errors import ConfigError
 from splitproxy.exchange import Exchange
@@ -140,6 +141,7 @@ async def assembled(
             admission,
             tokenizer,
             lambda record: proxy.observe(record),
+            Drain(),
         )
         collectors = metrics.Metrics(fleet, ledger, admission, split.min_prompt_tokens)
         proxy = Proxy(

@@ -63,6 +63,7 @@ class Client:
         self._pending: tuple[int, Headers] | None = None
         self._news = b""  # an event of our own that is to be written
         self._wake = asyncio.Event()
+        self._ending = False  # whether the answer's last byte is on its way
         self._error_status = 0  # of an engine's error that must become an event
 
     async def __aenter__(self) -> Self:
@@ -169,6 +170,7 @@ class Client:
             self._started = True
             await self._sink.start(*self._pending, len(body))
             await self._sink.write(body)
+        self._ending = True
         await self._sink.end()
 
     async def fail(self, error: RequestError) -> None:
@@ -180,7 +182,7 @@ class Client:
             self._started = True
             await self._sink.start(error.status, [_JSON, *retry], len(body))
             await self._sink.write(body)
-        elif self._events:
+        elif self._events and not self._ending:
             await self._sink.write((b"" if self._between_events else b"\n\n") + error_event(self._api, body))
         else:
             self._sink.abort()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from splitproxy.adapter import content_length
 from splitproxy.admission import Turn
 from splitproxy.client import Client, ClientLeft, Sink
+from splitproxy.drain import Drain
 from splitproxy.errors import Cause, EngineError, Fault, RequestError
 from splitproxy.model import Api, Ask, Outcome, RequestRecord, Role
 from splitproxy.relay import pass_on
@@ -30,6 +31,7 @@ class Exchange(Service):
     """Serves requests, each by itself, and tells what became of them."""
 
     observe: Callable[[RequestRecord], None]
+    drain: Drain
 
     async def run(self, incoming: Incoming, ask: Ask, sink: Sink) -> None:
         """Answer a generating request, whatever happens. To be cancelled when the client leaves."""
@@ -43,7 +45,7 @@ class Exchange(Service):
         )
         try:
             with self.admission.turn(incoming.client) as turn:
-                async with client:
+                async with client, self.drain.bounded():
                     await Request(self, incoming, ask, client, trace, turn).serve()
         except (RequestError, EngineError) as error:
             trace.outcome = Outcome.ERROR
@@ -63,7 +65,8 @@ class Exchange(Service):
             with self.admission.turn(incoming.client) as turn:
                 while True:
                     try:
-                        await self._forward(incoming, client, trace, turn if takes_slots else None, tried)
+                        async with self.drain.bounded():
+                            await self._forward(incoming, client, trace, turn if takes_slots else None, tried)
                         return
                     except EngineError as error:
                         if client.committed or not set(self.ledger.ready(Role.DECODE)) - set(tried):

@@ -1,6 +1,7 @@
 """A client leaves at every point of its request: what it started stops, and afterwards the books are at zero."""
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +13,20 @@ import pytest
 
 from splitproxy.model import Outcome
 from tests.fake_engine import FakeEngine
-from tests.harness import CHAT, FLOOR, NATIVE, Reply, Running, body, proxy, right_text, until, words
+from tests.harness import (
+    CHAT,
+    FLOOR,
+    MESSAGES,
+    NATIVE,
+    RESPONSES,
+    Reply,
+    Running,
+    body,
+    proxy,
+    right_text,
+    until,
+    words,
+)
 
 Start = Callable[..., Awaitable[FakeEngine]]
 Json = dict[str, Any]
@@ -241,18 +255,50 @@ async def test_a_running_answer_may_end_when_the_proxy_stops(fake: Start) -> Non
             await stopping
 
 
-async def test_the_drain_is_bounded(fake: Start) -> None:
-    """What has not ended after drain_s is cut, and the engine stops."""
+@pytest.mark.parametrize("path", [CHAT, NATIVE, RESPONSES, MESSAGES])
+async def test_the_drain_is_bounded(fake: Start, path: str) -> None:
+    """What has not ended after drain_s is cut: the engine stops, and the stream ends in an error of its API."""
     reader, writer = await fake(), await fake()
     async with proxy(reader, writer, drain_s=0.2) as p:
         writer.knobs.update({"decode": {"stall_after": 3, "times": 1}})
-        running = asyncio.create_task(p.long(stream=True))
+        running = asyncio.create_task(p.ask(path, body(path, "Go on.", stream=True)))
         await until(lambda: writer.sent("decode") and writer.sent("decode")[0].answered == 3)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(NOTICE_S):
             await p.stop()
-        (result,) = await asyncio.gather(running, return_exceptions=True)
-        assert isinstance(result, aiohttp.ClientError)
+        reply = await running
+        assert (reply.status, len(reply.events) > 1) == (200, True)
+        assert reply.error is not None
+        assert reply.error["message"] == "the proxy is shutting down"
         await until(lambda: writer.sent("decode")[0].cancelled, NOTICE_S)
+
+
+async def test_a_whole_answer_that_is_cut(fake: Start) -> None:
+    """Where nothing was sent yet, the drain's end is a status of its own."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer, drain_s=0.2) as p:
+        writer.knobs.update({"decode": {"hang": True, "times": 1}})
+        running = asyncio.create_task(p.ask(CHAT, body(CHAT, "Go on.")))
+        await until(lambda: writer.sent("decode"))
+        async with asyncio.timeout(NOTICE_S):
+            await p.stop()
+        reply = await running
+        assert (reply.status, reply.json["error"]["type"]) == (503, "unavailable_error")
+        assert "Retry-After" in reply.headers
+
+
+async def test_a_client_that_reads_nothing_does_not_hold_up_the_stop(fake: Start) -> None:
+    """The last words are for who listens."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer, drain_s=0.2) as p:
+        writer.knobs.decode.stall_after = 3
+        sent = json.dumps(body(CHAT, "Go on.", stream=True)).encode()
+        _, connection = await asyncio.open_connection(*p.host, limit=1)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}\r\n\r\n"
+        connection.write(head.encode() + sent)
+        await until(lambda: writer.sent("decode") and writer.sent("decode")[0].answered == 3)
+        async with asyncio.timeout(NOTICE_S):
+            await p.stop()
+        connection.close()
 
 
 async def test_an_idle_proxy_stops_at_once(fake: Start) -> None:

@@ -47,7 +47,6 @@ KNOWN_TO = {
 # Modules whose tests have another name than theirs.
 TESTED_IN = {
     "__main__": "test_live_up.py",
-    "app": "test_exchange.py",
     "assembly": "test_exchange.py",
     "status": "test_exchange.py",
     "charts": "test_bench.py",
