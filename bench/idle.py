@@ -54,7 +54,7 @@ class Engine(Upstream):
     def answer(self, asked: dict[str, Any]) -> None:
         match asked["kind"]:
             case "idle":
-                self._write(EVENT)
+                self.write(EVENT)
             case "flood":
                 self._left = asked["bytes"]
                 self._flood()
@@ -71,9 +71,11 @@ class Engine(Upstream):
     def _flood(self) -> None:
         while self._left > 0 and not self._paused:
             self._left -= len(BLOCK)
-            self._write(BLOCK)
+            self.write(BLOCK)
+            if self._left <= 0:
+                self.transport.write(b"0\r\n\r\n")
 
-    def _write(self, event: bytes) -> None:
+    def write(self, event: bytes) -> None:
         self.transport.write(b"%x\r\n%b\r\n" % (len(event), event))
 
 

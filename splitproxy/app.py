@@ -12,12 +12,14 @@ import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
 import orjson
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
+from aiohttp.http_exceptions import LineTooLong
 from multidict import CIMultiDict
 
 from splitproxy import config, metrics
@@ -34,6 +36,7 @@ MIB = 2**20
 BODY_S = 300.0  # for a client to send its body; one that breaks off in its middle is not noticed otherwise
 LAST_WORDS_S = 0.5  # for clients to be told that their answer is cut short
 CUT_S = 0.1  # for connections to close once their requests have ended; aiohttp takes 0 for no limit
+JSON_TYPE = "application/json; charset=utf-8"
 REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT = web.RequestKey("client", str)
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/metrics"})  # without a key: for probes and Prometheus
@@ -57,10 +60,10 @@ async def listening(proxy: Proxy) -> AsyncGenerator[str]:
 
     Raises LaunchError when the address cannot be had.
     """
-    # aiohttp tells a handler that its client has left only when asked to.
-    runner = web.AppRunner(
-        make_app(proxy), handler_cancellation=True, access_log=None, shutdown_timeout=CUT_S, logger=_http_log
-    )
+    application = web.AppRunner(make_app(proxy))
+    await application.setup()
+    assert application.server is not None
+    runner = web.ServerRunner(_Server(application.server), shutdown_timeout=CUT_S)
     await runner.setup()
     try:
         await _listen(runner, proxy.config)
@@ -72,6 +75,38 @@ async def listening(proxy: Proxy) -> AsyncGenerator[str]:
             await _drain(proxy)
         finally:
             await runner.cleanup()
+            await application.cleanup()
+
+
+class _Server(web.Server):
+    """Accepts connections for an application, and has an answer of its own for what is no request at all."""
+
+    def __init__(self, served: web.Server) -> None:
+        # aiohttp tells a handler that its client has left only when asked to.
+        super().__init__(served.request_handler, request_factory=served.request_factory, handler_cancellation=True)
+
+    def __call__(self) -> web.RequestHandler:
+        options: dict[str, Any] = {"access_log": None, "logger": _http_log}
+        return _Connection(self, loop=asyncio.get_running_loop(), **options)
+
+
+class _Connection(web.RequestHandler):
+    """One client's connection."""
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Word an error for which there is no handler as an API would; aiohttp's words may quote the request."""
+        super().handle_error(request, status, exc, message)  # logs it, and raises where an answer has begun
+        words = "the request is not valid HTTP" if isinstance(exc, HttpProcessingError) else HTTPStatus(status).phrase
+        if isinstance(exc, LineTooLong):
+            words = "a line of the request's head is too long"
+        request_id = request.get(REQUEST_ID) or secrets.token_hex(8)
+        headers = {"X-Request-Id": request_id, "Server": "splitproxy", "Content-Type": JSON_TYPE}
+        body = error_body(_api(request), status, words, request_id)
+        response = web.Response(status=status, body=body, headers=headers)
+        response.force_close()
+        return response
 
 
 async def _drain(proxy: Proxy) -> None:
@@ -84,7 +119,7 @@ async def _drain(proxy: Proxy) -> None:
         task.cancel()
 
 
-async def _listen(runner: web.AppRunner, settings: config.Config) -> None:
+async def _listen(runner: web.ServerRunner, settings: config.Config) -> None:
     try:
         await web.TCPSite(runner, settings.host, settings.port).start()
     except OSError as error:
@@ -270,7 +305,7 @@ async def _body(request: web.Request) -> bytes:
         raise RequestError(Fault.INVALID_REQUEST, f"the body did not come whole within {BODY_S:g} s") from None
 
 
-def _api(request: web.Request) -> Api:
+def _api(request: web.BaseRequest) -> Api:
     return api_of(unquote(request.rel_url.raw_path))
 
 
@@ -280,7 +315,7 @@ def _error_response(request: web.Request, error: RequestError) -> web.Response:
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     body = error_body(api, error.status, str(error), request[REQUEST_ID])
-    headers["Content-Type"] = "application/json; charset=utf-8"
+    headers["Content-Type"] = JSON_TYPE
     _allow_origin(request, headers)
     return web.Response(status=error.status, body=body, headers=headers)
 

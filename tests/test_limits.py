@@ -49,9 +49,9 @@ async def talk(p: Running, *parts: bytes, whole: bool = True) -> bytes:
         outgoing.close()
 
 
-def raw(method: str, target: str, data: bytes = b"", *lines: str, version: str = "1.1") -> bytes:
-    """A request as its bytes, on a connection that ends with it."""
-    head = [f"{method} {target} HTTP/{version}", "Host: x", "Connection: close", *lines]
+def raw(method: str, target: str, data: bytes = b"", *lines: str, version: str = "1.1", last: bool = True) -> bytes:
+    """A request as its bytes; with the `last` one its connection ends."""
+    head = [f"{method} {target} HTTP/{version}", "Host: x", *(["Connection: close"] if last else []), *lines]
     if data and not any(line.lower().startswith(("transfer-encoding", "content-length")) for line in lines):
         head.append(f"Content-Length: {len(data)}")
     return "\r\n".join([*head, "", ""]).encode("latin-1") + data
@@ -317,11 +317,51 @@ async def test_odd_headers_are_no_error(fake: Start, line: str, keys: list[str])
     "sent", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"]
 )
 async def test_what_is_no_http_is_refused(fake: Start, sent: bytes) -> None:
-    """A client that speaks something else is told so, and the next is served."""
+    """A client that speaks something else is told so in JSON, without its own words, and the next is served."""
     reader, writer = await fake(), await fake()
     async with proxy(reader, writer) as p:
-        assert status(await talk(p, sent)) == 400
+        answer = await talk(p, sent)
+        assert status(answer) == 400
+        assert b"Server: splitproxy" in answer
+        error = json_of(answer)["error"]
+        assert (error["type"], error["message"]) == ("invalid_request_error", "the request is not valid HTTP")
         assert (await p.ask(CHAT, SHORT)).status == 200
+
+
+async def test_a_head_that_is_too_long_is_refused(fake: Start) -> None:
+    """A header beyond what the server takes is told in JSON, and not quoted."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer) as p:
+        answer = await talk(p, raw("POST", CHAT, b"{}", "Authorization: Bearer " + "k3y" * 10_000))
+        assert status(answer) == 400
+        assert json_of(answer)["error"]["message"] == "a line of the request's head is too long"
+        assert b"k3y" not in answer
+
+
+async def test_requests_in_one_write_are_answered_in_turn(fake: Start) -> None:
+    """Pipelined requests share a connection, streams among them, and a HEAD has no body to be taken for more."""
+    reader, writer = await fake(), await fake()
+    asked = [body(CHAT, "one", stream=True), body(CHAT, LONG), body(CHAT, "three", stream=True)]
+    sent = [raw("POST", CHAT, json.dumps(one).encode(), last=False) for one in asked]
+    sent.insert(1, raw("HEAD", "/health", last=False))
+    async with proxy(reader, writer) as p:
+        answers = await talk(p, b"".join([*sent, raw("GET", "/health")]))
+    assert answers.count(b"HTTP/1.1 200 OK\r\n") == 5
+    places = [answers.index(right_text(one).split()[-1].encode()) for one in asked]
+    assert places == sorted(places)
+
+
+async def test_a_connection_outlives_a_stream(fake: Start) -> None:
+    """Streams and whole answers alternate on one connection of the client's, though engines close theirs."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer) as p, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as http:
+        for number in range(6):
+            asked = body(CHAT, f"turn {number}", stream=number % 2 == 0)
+            async with http.post(p.url + CHAT, json=asked) as answer:
+                reply = Reply(answer.status, answer.headers, [await answer.read()])
+            assert (reply.status, reply.text) == (200, right_text(asked))
+        assert http.connector is not None
+        assert len([key for key in http.connector._conns if key.port == p.host[1]]) == 1
 
 
 async def test_a_refusal_does_not_spoil_the_connection(fake: Start) -> None:
