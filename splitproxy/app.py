@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 import orjson
 from aiohttp import web
+from aiohttp.compression_utils import HAS_BROTLI, HAS_ZSTD
 from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
 from multidict import CIMultiDict
@@ -37,6 +38,7 @@ BODY_S = 300.0  # for a client to send its body; one that breaks off in its midd
 LAST_WORDS_S = 0.5  # for clients to be told that their answer is cut short
 CUT_S = 0.1  # for connections to close once their requests have ended; aiohttp takes 0 for no limit
 JSON_TYPE = "application/json; charset=utf-8"
+CODINGS = frozenset({"identity", "gzip", "deflate", *(["br"] if HAS_BROTLI else []), *(["zstd"] if HAS_ZSTD else [])})
 REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT = web.RequestKey("client", str)
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/metrics"})  # without a key: for probes and Prometheus
@@ -296,6 +298,10 @@ class _client_errors:  # noqa: N801 - reads as a statement
 
 
 async def _body(request: web.Request) -> bytes:
+    coding = request.headers.get("Content-Encoding", "").lower() or "identity"
+    if coding not in CODINGS and request.body_exists:
+        can = " and ".join(sorted(CODINGS - {"identity"}))
+        raise RequestError(Fault.INVALID_REQUEST, f"Content-Encoding: {coding!r} cannot be read here; {can} can")
     if (request.content_length or 0) > request.client_max_size:
         raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
     try:

@@ -51,7 +51,8 @@ class FigureReader:
     def __init__(self, rewrite: Rewrite | None = None, *, whole: bool = False) -> None:
         self._rewrite = rewrite
         self._whole = whole
-        self._held = b""
+        self._held = b""  # it may belong to a figures object
+        self._seam = b""  # the end of the piece before, where that was no whole event
         self._pieces: list[bytes] = []  # of an answer that waits as a whole
         self._telling = _KEY_OR_REASONING  # what a piece must hold to be looked at
         self.reasoned = False  # whether the answer holds reasoning apart from its text
@@ -64,10 +65,12 @@ class FigureReader:
         if self._whole:
             self._pieces.append(chunk)
             return b""
-        if not self._held and chunk.endswith(b"\n\n") and not self._telling.search(chunk):
+        if not self._seam and chunk.endswith(b"\n\n") and not self._telling.search(chunk):
             return chunk  # nearly every event of a stream
+        seen = self._seam + chunk
+        self._notice_reasoning(seen)
+        self._seam = b"" if seen.endswith(b"\n\n") else seen[-_LONGEST_CUT_BYTES:]
         data = self._held + chunk
-        self._notice_reasoning(data)
         out: list[bytes] = []
         place = 0
         while start := _OBJECT_START.search(data, place):

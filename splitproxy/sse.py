@@ -58,10 +58,14 @@ class EventReader:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._return = b""  # a carriage return whose line feed may be yet to come
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the data of each event that is complete now; comments and other fields are skipped."""
-        *events, self._rest = (self._rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+        data = self._return + chunk
+        self._return = b"\r" if data.endswith(b"\r") else b""
+        text = data.removesuffix(b"\r").replace(b"\r\n", b"\n")
+        *events, self._rest = (self._rest + text).split(b"\n\n")
         for event in events:
             lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
             if lines:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from splitproxy.figures import FigureReader, Rewrite, whole_request
 from splitproxy.model import Figures, HandoverFigures
+from tests.splits import cut, cuts
 
 COST = HandoverFigures(
     prefill_ms=900.0,
@@ -116,6 +117,25 @@ def test_nothing_is_lost_at_any_cut(parts: list[bytes], data: st.DataObject) -> 
     cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
     pieces = [answer[a:b] for a, b in itertools.pairwise([0, *cuts, len(answer)])]
     assert pass_through(*pieces)[0] == answer
+
+
+ODD_FRAGMENTS = FRAGMENTS | st.sampled_from([
+    b'"error":{"message":"x"}', b'"prompt_progress":{"processed":1}', b'{"reasoning_content":"', b'"thinking_delta"',
+    b'"type":"thinking"', b'"reasoning_text.delta"', b'data: {"choices":[]}\n\n', b'"usage" : {"input_tokens":4}',
+])  # fmt: skip
+
+
+@given(st.lists(ODD_FRAGMENTS, max_size=25), cuts(), st.booleans(), st.booleans())
+def test_any_cuts_give_the_same_figures(parts: list[bytes], places: list[int], rewritten: bool, whole: bool) -> None:
+    """Whatever an answer holds and wherever it is cut, the same is read of it, and the same goes on."""
+    answer = b"".join(parts)
+
+    def seen(*pieces: bytes) -> object:
+        reader = FigureReader(whole_request(COST) if rewritten else None, whole=whole)
+        passed = b"".join([*map(reader.feed, pieces), reader.close()])
+        return passed, reader.figures(), reader.reasoned, reader.failed
+
+    assert seen(*cut(answer, places)) == seen(answer)
 
 
 def test_only_figures_wait() -> None:

@@ -142,6 +142,31 @@ async def test_a_packed_body_is_unpacked(fake: Start, prompt: str, coding: str) 
     assert (call.raw[: len(data) - 1], "content-encoding" in call.headers) == (data[:-1], False)
 
 
+@pytest.mark.parametrize("prompt", [LONG, "short"], ids=["long", "short"])
+async def test_a_body_packed_with_brotli_is_unpacked(fake: Start, prompt: str) -> None:
+    """Where the package is there, br is one more way to pack a body."""
+    brotli = pytest.importorskip("brotli", reason="the package for br is not installed")
+    reader, writer = await fake(), await fake()
+    asked = body(CHAT, prompt)
+    async with proxy(reader, writer) as p:
+        reply = await p.ask(CHAT, brotli.compress(json.dumps(asked).encode()), Content_Encoding="br")
+        assert (reply.status, reply.text) == (200, right_text(asked))
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/tokenize"])
+@pytest.mark.parametrize("coding", ["br", "x-own", "gzip, gzip", "caf\xe9"])
+async def test_a_body_in_an_unknown_coding_is_refused(
+    fake: Start, path: str, coding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody here can unpack, nobody can pin to a slot: the client is told what it may send."""
+    monkeypatch.setattr(app, "CODINGS", frozenset({"identity", "gzip", "deflate"}))
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer) as p:
+        answer = await talk(p, raw("POST", path, b"{}", f"Content-Encoding: {coding}"))
+        assert status(answer) == 400
+        assert json_of(answer)["error"]["message"].endswith("cannot be read here; deflate and gzip can")
+
+
 @pytest.mark.parametrize("path", [*PATHS, "/tokenize"])
 async def test_a_broken_packed_body_is_refused(fake: Start, path: str) -> None:
     """What cannot be unpacked is the client's mistake."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from splitproxy.model import Api
 from splitproxy.sse import EventReader, error_event, keep_alive, progress_event
+from tests.splits import cut, cuts
 
 STREAM = (
     b": a comment\n\n"
@@ -31,6 +32,17 @@ def read(*pieces: bytes) -> list[bytes]:
 def test_events_come_out_in_order() -> None:
     """Comments and other fields are skipped, lines of one event are joined."""
     assert read(STREAM) == EVENTS
+
+
+@given(
+    st.lists(st.sampled_from([b"data:", b"data: x", b"\n", b"\r", b"\r\n", b"\n\n", b":", b"event: e", b"\xff"])).map(
+        b"".join
+    ),
+    cuts(),
+)
+def test_any_bytes_survive_any_cuts(stream: bytes, places: list[int]) -> None:
+    """Whatever comes, no error escapes, and the events are the same however it was cut."""
+    assert read(*cut(stream, places)) == read(stream)
 
 
 def test_events_survive_every_cut() -> None:

@@ -99,6 +99,42 @@ def test_any_object_can_be_pinned(fields: dict[str, Any], before: str, after: st
     assert json.loads(pinned(body, slot=7)) == {**fields, "id_slot": 7, **cache}
 
 
+WORDS = st.sampled_from([
+    b'{"prompt":"x"}', b'{"messages":[{"role":"user","content":"x"}]', b'"n"', b":", b",", b"{", b"}", b"[", b"]", b'"',
+    b"1e999", b"9" * 400, b"-0.0", b"null", b"true", b'"stream"', b'"max_tokens"', b'"prompt"', b'"messages"',
+    b'"\\ud800"', b"\xef\xbb\xbf", b"\xff", b"\0", b" ", b"[" * 2000, b'{"a":' * 2000, b'"\\u0000"',
+])  # fmt: skip
+
+
+@given(st.sampled_from(sorted(wire.GENERATING)), st.lists(WORDS | st.binary(max_size=4), max_size=12).map(b"".join))
+def test_any_bytes_are_a_request_or_refused(path: str, body: bytes) -> None:
+    """Whatever is sent, it can be pinned or it is refused in words that are an error body of the API."""
+    try:
+        ask = wire.read_ask(path, body)
+    except RequestError as error:
+        orjson.loads(wire.error_body(wire.GENERATING[path], error.status, str(error), "r1"))
+        return
+    assert orjson.loads(wire.pin(ask, 3).removeprefix(b"\xef\xbb\xbf"))["id_slot"] == 3
+
+
+@given(
+    st.sampled_from(sorted(wire.GENERATING)),
+    st.dictionaries(
+        st.sampled_from([
+            "messages", "prompt", "input", "n", "n_cmpl", "stream", "max_tokens", "n_predict", "max_output_tokens",
+            "cache_prompt", "lora", "return_progress", "system", "instructions", "tools", "max_completion_tokens",
+        ]),
+        JSON | st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**70), 2**70),
+        max_size=6,
+    ),
+)  # fmt: skip
+def test_any_fields_are_read(path: str, fields: dict[str, Any]) -> None:
+    """Fields of any type are a request; the engine, not the proxy, says what is wrong with them."""
+    ask = wire.read_ask(path, json.dumps(fields).encode())
+    assert ask.answers >= 0
+    assert ask.max_tokens is None or ask.max_tokens >= 0
+
+
 # --- bodies
 
 
