@@ -42,7 +42,7 @@ OPENED_AT_ONCE = 50
 
 
 class Engine(Upstream):
-    """Streams that say one word and wait, that come as fast as they are read, or that are paced."""
+    """Streams that say one word and wait, that say nothing, that come as fast as they are read, or that are paced."""
 
     slots = 4096
 
@@ -55,6 +55,8 @@ class Engine(Upstream):
         match asked["kind"]:
             case "idle":
                 self.write(EVENT)
+            case "silent":
+                pass
             case "flood":
                 self._left = asked["bytes"]
                 self._flood()

@@ -177,15 +177,19 @@ class Reader(asyncio.Protocol):
         self._request = head.encode() + body
         self._latencies = latencies
         self._tail = b""
+        self._asked_ns = 0
+        self.first_ms = 0.0  # from the request to the first byte of its answer
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._asked_ns = time.monotonic_ns()
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic_ns()
+        self.first_ms = self.first_ms or (now - self._asked_ns) / 1e6
         for stamp in _STAMP.findall(data):
             self._latencies.append((now - int(stamp)) / 1e6)
         self._tail = (self._tail + data)[-5:]
@@ -201,22 +205,23 @@ class Reader(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def read_streams(target: "Target", streams: int, seconds: float) -> tuple[float, list[float]]:
-    """CPU microseconds of the target for an event, and each event's latency in milliseconds, while all streams run."""
+async def read_streams(target: "Target", streams: int, seconds: float) -> tuple[float, list[float], list[float]]:
+    """CPU microseconds of the target for an event, each event's latency in milliseconds while all streams run, and how
+    long each stream's first byte took, in milliseconds."""
     latencies: list[float] = []
     loop = asyncio.get_running_loop()
     readers = []
     events = round((seconds + SETTLING_S + 1) * EVENTS_PER_S)
     for _ in range(streams):
         _, reader = await loop.create_connection(partial(Reader, events, latencies), "127.0.0.1", target.port)
-        readers.append(reader.done)
+        readers.append(reader)
     await asyncio.sleep(SETTLING_S)
     latencies.clear()
     before = cpu_ns(target.pids)
     await asyncio.sleep(seconds)
     cpu_us, measured = (cpu_ns(target.pids) - before) / 1000 / len(latencies), latencies[:]
-    await asyncio.gather(*readers)
-    return cpu_us, measured
+    await asyncio.gather(*(reader.done for reader in readers))
+    return cpu_us, measured, [reader.first_ms for reader in readers]
 
 
 # -- the measurement ---------------------------------------------------------------------------------------------------
@@ -241,13 +246,15 @@ class Cell:
     cpu_us: list[float] = field(default_factory=list)  # for an event; one figure a round, as in the next two
     p50_ms: list[float] = field(default_factory=list)
     p99_ms: list[float] = field(default_factory=list)
+    first_ms: list[float] = field(default_factory=list)  # the median of all streams
 
-    def add(self, cpu_us: float, latencies_ms: list[float]) -> None:
+    def add(self, cpu_us: float, latencies_ms: list[float], firsts_ms: list[float]) -> None:
         cuts = statistics.quantiles(latencies_ms, n=100)
         self.events += len(latencies_ms)
         self.cpu_us.append(cpu_us)
         self.p50_ms.append(cuts[49])
         self.p99_ms.append(cuts[98])
+        self.first_ms.append(statistics.median(firsts_ms))
 
     def figures(self) -> dict[str, Any]:
         """Of each figure the lowest of all rounds: whatever else the machine does only adds."""
@@ -258,6 +265,7 @@ class Cell:
             "cpu_us": min(self.cpu_us),
             "p50_ms": min(self.p50_ms),
             "p99_ms": min(self.p99_ms),
+            "first_ms": min(self.first_ms),
         }
 
 
@@ -271,8 +279,7 @@ def measure(targets: list[Target], streams: int, seconds: float, rounds: int) ->
     cells = {target.name: Cell(target.name, streams) for target in targets}
     for _ in range(rounds):
         for target in targets:
-            cpu_us, latencies = asyncio.run(read_streams(target, streams, seconds))
-            cells[target.name].add(cpu_us, latencies)
+            cells[target.name].add(*asyncio.run(read_streams(target, streams, seconds)))
     yield from cells.values()
 
 
@@ -339,14 +346,14 @@ def start_targets(stack: ExitStack, folder: Path) -> list[Target]:
 
 def show(console: Console, cells: list[dict[str, Any]]) -> None:
     table = Table(title=f"relay of {EVENT_BYTES}-byte events, {EVENTS_PER_S:.0f} a second and stream")
-    for name in ("streams", "target", "CPU per event", "of nginx's", "p50", "p99"):
+    for name in ("streams", "target", "CPU per event", "of nginx's", "p50", "p99", "first byte"):
         table.add_column(name, justify="left" if name == "target" else "right")
     nginx = {cell["streams"]: cell["cpu_us"] for cell in cells if cell["target"] == "nginx"}
     for cell in cells:
         times = f"{cell['cpu_us'] / nginx[cell['streams']]:.2f}" if cell["cpu_us"] and nginx else ""
         cpu = f"{cell['cpu_us']:.1f} us" if cell["cpu_us"] else ""
         row = (str(cell["streams"]), cell["target"], cpu, times)
-        table.add_row(*row, f"{cell['p50_ms']:.2f} ms", f"{cell['p99_ms']:.2f} ms")
+        table.add_row(*row, f"{cell['p50_ms']:.2f} ms", f"{cell['p99_ms']:.2f} ms", f"{cell['first_ms']:.2f} ms")
     console.print(table)
 
 

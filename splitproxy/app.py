@@ -249,7 +249,7 @@ class _Sink:
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self.response = web.StreamResponse()
-        self._flowing = False  # whether the next chunk needs none of the server library's care
+        self._flowing = False  # whether chunks can go straight to the connection, while the client keeps up
 
     async def start(self, status: int, headers: Headers, length: int | None) -> None:
         merged = CIMultiDict(headers)
@@ -263,6 +263,9 @@ class _Sink:
             self.response.enable_chunked_encoding()
         with _client_errors():
             await self.response.prepare(self._request)
+            if self.response.chunked and self._request.method != "HEAD":
+                await self.response.write(b"")  # the head does not wait for the first piece
+                self._flowing = True
 
     def send(self, data: bytes) -> bool:
         transport = self._request.transport
@@ -274,8 +277,6 @@ class _Sink:
     async def write(self, data: bytes) -> None:
         with _client_errors():
             await self.response.write(data)
-        # Headers are out. While the client keeps up, chunks go straight to its connection.
-        self._flowing = self.response.chunked
 
     async def end(self) -> None:
         with _client_errors():

@@ -1,4 +1,4 @@
-"""A client that reads slowly is waited for by the engine, and by nobody else."""
+"""How an answer flows: its head does not wait, and a client that reads slowly is waited for by the engine alone."""
 
 import asyncio
 import socket
@@ -53,6 +53,18 @@ async def settled(written: list[int]) -> int:
         before = len(written)
         await asyncio.sleep(0.1)
     return sum(written)
+
+
+async def test_the_head_does_not_wait_for_the_first_piece(session_dir: Path) -> None:
+    """A client knows the engine's status and headers as soon as they are there."""
+    async with flooded(session_dir) as (host, port, written):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(request(kind="silent"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"X-Splitproxy-Route: local\r\n" in head
+    assert not written
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
