@@ -157,6 +157,14 @@ CASES: dict[str, tuple[str, Json]] = {
     "messages stop": messages(stop_sequences=["e"]),
     "messages sampling": messages(top_k=5, top_p=0.5, metadata={"user_id": "u"}),
 }
+# What is one engine's alone, or answered by the decode engine in any case.
+LOCAL: dict[str, tuple[str, Json]] = {
+    "progress": chat(return_progress=True),
+    "native progress": native(return_progress=True),
+    "two answers": chat(n=2, seed=3),
+    "no reuse": chat(cache_prompt=False),
+    "lora": native(lora=[]),
+}
 STREAMS = (False, True)
 REFUSED: dict[str, tuple[str, Json]] = {
     "no messages": (CHAT, {"max_tokens": 3}),
@@ -211,10 +219,10 @@ def steady(answer: Raw, *, handed_over: bool) -> tuple[int, str, bytes]:
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=["whole", "stream"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *LOCAL])
 def test_a_short_prompt_is_answered_as_by_the_engine(place: Served, case: str, stream: bool) -> None:
     """What the decode engine answers by itself reaches the client byte for byte."""
-    path, body = CASES[case]
+    path, body = {**CASES, **LOCAL}[case]
     body = written({**body, "stream": stream}, words(12, (case, stream)))
     place.forget()
     expected, answer = post(place.alone + path, body), post(place.url + path, body)
