@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 
-from splitproxy.adapter import Deadlines
+from splitproxy.adapter import Deadlines, SlotState
 from splitproxy.admission import Admission
 from splitproxy.errors import EngineError
 from splitproxy.growth import Share
@@ -124,6 +124,14 @@ class Slots:
         else:
             self._tasks.start(self._release_when_quiet(lease, holding))
 
+    def _is_busy(self, lease: Lease, seen: Mapping[int, SlotState]) -> bool:
+        """Whether the engine may still be at work for a lease: in its slot, or in any that is not another's where the
+        engine has chosen one and it is not known which."""
+        if self._ledger.is_unsettled(lease):
+            others = self._ledger.at_work(lease.engine)
+            return any(state.busy for slot, state in seen.items() if slot not in others)
+        return any(state.busy for slot, state in seen.items() if lease.slot in (None, slot))
+
     async def _release_when_quiet(self, lease: Lease, holding: Holding | None) -> None:
         member = self._members[lease.engine]
         waits = QUIET_LOOKS_S[member.role]
@@ -136,8 +144,7 @@ class Slots:
                 if not self._ledger.is_current(lease):
                     return
                 with suppress(EngineError):
-                    seen = await member.watch.look()
-                    if not any(state.busy for slot, state in seen.items() if lease.slot in (None, slot)):
+                    if not self._is_busy(lease, await member.watch.look()):
                         return
                 if not stuck and loop.time() > late:
                     stuck = 1

@@ -338,25 +338,31 @@ async def test_who_has_begun_is_not_turned_away(fake: Start) -> None:
 
 
 async def test_five_hundred_wait_for_four_slots(fake: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody is answered, in order; the last cost the proxy no more than the first, and nothing of them is kept."""
-    clients, rounds = 500, 2
+    """Everybody is answered; of two clients with very different numbers of requests each has its turns, in order. The
+    last request cost the proxy no more than the first, and nothing of them is kept."""
+    many, few, rounds = 440, 60, 2
+    clients = many + few
     monkeypatch.setattr(harness, "WAIT_S", 50.0)
     writer = await fake(slots=4)
     seen: list[int] = []
-    async with proxy(None, writer, queue={"max": clients}) as p:
+    async with proxy(None, writer, queue={"max": clients}, api_keys=KEYS) as p:
         p.proxy.recent = type(p.proxy.recent)(maxlen=clients)
         for _ in range(rounds):
             writer.forget_calls()
             writer.knobs.decode.stall_after = 1
-            held = [await occupied(p, writer, f"held {number}") for number in range(4)]
-            tasks = await queued(p, (f"client {number}" for number in range(clients)))
+            held = [await occupied(p, writer, f"anna held {number}") for number in range(4)]
+            names = [*(f"anna {number}" for number in range(many)), *(f"bert {number}" for number in range(few))]
+            tasks = await queued(p, names)
             writer.knobs.decode.stall_after = None
             await hang_up(*held)
             assert {(await task).status for task in tasks} == {200}
-            names = order(writer)[4:]
-            place = {name: number for number, name in enumerate(names)}
-            # Four are let in at a time, and they race to the engine.
-            assert all(abs(place[f"client {number}"] - number) < 8 for number in range(clients))
+            served = order(writer)[4:]
+            for client, count in (("anna", many), ("bert", few)):
+                turns = [int(name.split()[1]) for name in served if name.startswith(client)]
+                # Four are let in at a time, and they race to the engine.
+                assert len(turns) == count
+                assert all(abs(turn - place) < 8 for place, turn in enumerate(turns))
+            assert served.index(f"bert {few - 1}") < 2 * few + 16
             records = list(p.proxy.recent)
             own = [record.total_ms - record.queue_ms - (record.decode_ms or 0) for record in records]
             quarter = clients // 4
@@ -556,6 +562,23 @@ async def test_a_conversation_of_messages_stays_in_its_slot(fake: Start) -> None
         assert second.cached >= first.read
         assert await p.metric("splitproxy_belief_mismatch_total") == 0
         await hang_up(held)
+
+
+async def test_a_message_that_was_given_up_keeps_the_slot_that_the_engine_chose(fake: Start) -> None:
+    """Where nobody knows yet which slot it got, nobody gets any until the engine has stopped."""
+    writer = await fake(slots=2)
+    text = words(1000)
+    async with proxy(None, writer) as p:
+        assert (await p.ask(CHAT, body(CHAT, text))).status == 200
+        writer.knobs.decode.pause_s, writer.knobs.notice_s = 1.0, 0.5
+        # More than a tenth of it is in the first slot, which we would not overwrite for it.
+        gone = asyncio.create_task(p.ask(MESSAGES, body(MESSAGES, text[:300] + words(300, "another"))))
+        await until(writer.busy)
+        assert writer.busy() == [0]
+        await hang_up(gone)
+        writer.knobs.decode.pause_s = 0.0
+        await asyncio.gather(*(p.ask(NATIVE, short(f"next {number}")) for number in range(2)))
+        assert not writer.violations
 
 
 async def test_an_endpoint_that_is_not_there_is_asked_alone_once(fake: Start) -> None:
