@@ -24,7 +24,7 @@ import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.never_worse import machine
+from bench.stands import machine
 from splitproxy.adapter import Engine
 from splitproxy.app import listening
 from splitproxy.assembly import assembled

@@ -13,45 +13,26 @@ any other.
 
 import argparse
 import asyncio
-import contextlib
-import datetime
 import fnmatch
 import itertools
 import logging
 import os
-import platform
-import random
 import statistics
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from splitproxy.app import listening
-from splitproxy.assembly import Proxy, assembled
-from splitproxy.bench import words_per_token
-from splitproxy.config import Config
-from splitproxy.demo import demo_model
-from splitproxy.launch import Launcher
-from splitproxy.load import Caller, client_session, open_loop
+from bench.stands import EQUAL, REAL, SLOW_SAVE, SMOLLM2, STANDS, Stand, machine
+from splitproxy.load import open_loop
 from splitproxy.measures import Limits, Sample
 from splitproxy.mixes import Prompt
-from splitproxy.model import Policy, Role
-from splitproxy.sessions import SessionStore, fresh_dir
-from splitproxy.speeds import Reading
-from tests.fake_engine import FakeEngine
-from tests.models import SMALL, tiny_model
+from splitproxy.model import Policy
 
 ARMS = (Policy.AUTO, Policy.ALWAYS, Policy.NEVER)
-FLOOR_TOKENS = 64
 HELD_PART = 0.75  # of a warm prompt
-REAL, SMOLLM2, EQUAL, SLOW_SAVE = "real", "SmolLM2", "simulated", "slow save"
-FAKE_TPS, FAKE_WRITE_TPS = 4000.0, 200.0
 BURST = 4
 PACE = {1: 1.6, BURST: 5.0}  # a prompt, or a burst, comes after so many times what reading one alone takes
 CHAT_TOKENS, CHAT_LEAD_S, GAP_LIMIT_S = 24, 0.3, 0.15
@@ -140,23 +121,16 @@ class Run:
     handed_over: int
 
 
-class Stand:
-    """A pair of engines, the proxy, a client and the texts that were not sent yet."""
+class Arms:
+    """The arms of a cell at one stand."""
 
-    def __init__(self, proxy: Proxy, caller: Caller, read_tps: float) -> None:
-        self.proxy = proxy
-        self.caller = caller
-        self._read_tps = read_tps
-        self._seeds = itertools.count(random.randrange(10**9))
-
-    def use(self, policy: Policy) -> None:
-        exchange = self.proxy.exchange
-        rules = replace(exchange.settings.rules, policy=policy)
-        self.proxy.exchange = replace(exchange, settings=replace(exchange.settings, rules=rules))
+    def __init__(self, at: Stand) -> None:
+        self._at = at
+        self._read_tps = 2000 / at.decode_s(2000)
 
     async def run(self, cell: Cell, policy: Policy) -> Run:
         """One run: what comes when is the same for every arm, the words are new."""
-        self.use(policy)
+        self._at.use(policy)
         sizes = SIZES[cell.engines]
         own_s = {shape: shape.own_tokens / self._read_tps for shape in cell.shapes}
         shapes = [cell.shapes[number % len(cell.shapes)] for number in range(cell.prompts)]
@@ -180,97 +154,31 @@ class Stand:
         for prompt in prompts:
             if prompt.shared_tokens:
                 turn = replace(prompt, tokens=prompt.shared_tokens + 8, answer_tokens=1)
-                await self.caller.ask(turn, 0.0)
+                await self._at.caller.ask(turn, 0.0)
         load = list(prompts)
         if chats is not None:
             load = [replace(prompt, at_s=prompt.at_s + CHAT_LEAD_S) for prompt in prompts]
             load += [
-                Prompt("chat", number * chats.chat_every_s, CHAT_TOKENS, chats.chat_answer, seed=next(self._seeds))
+                Prompt("chat", number * chats.chat_every_s, CHAT_TOKENS, chats.chat_answer, seed=next(self._at.seeds))
                 for number in range(round(span_s / chats.chat_every_s))
             ]
-        samples = await open_loop([self.caller], sorted(load, key=lambda one: one.at_s), lambda _sample: None)
-        await self._quiet()
+        samples = await open_loop([self._at.caller], sorted(load, key=lambda one: one.at_s), lambda _sample: None)
+        await self._at.quiet()
         return samples
 
     def _prompt(self, shape: Shape, at_s: float) -> Prompt:
-        seed = next(self._seeds)
+        seed = next(self._at.seeds)
         held = shape.tokens - shape.own_tokens
         beginning = f"conversation {seed}" if held else ""
         return Prompt(shape.name, at_s, shape.tokens, 8, beginning, held, seed)
 
-    async def _quiet(self) -> None:
-        while self.proxy.ledger.busy():  # noqa: ASYNC110 - slots are released by nobody who could tell
-            await asyncio.sleep(0.01)
 
-    async def practise(self) -> None:
-        """Let the proxy learn its engines' speeds, as it would in its first minute."""
-        for number, tokens in enumerate((40, 400, 1000, 2000, 400, 2000, 40, 1000)):
-            self.use(Policy.ALWAYS if number % 2 else Policy.NEVER)
-            await self.caller.ask(Prompt("prompt", 0, tokens, 8, seed=next(self._seeds)), 0.0)
+async def practise(at: Stand) -> None:
+    """Let the proxy learn its engines' speeds, as it would in its first minute."""
+    for number, tokens in enumerate((40, 400, 1000, 2000, 40, 2000, 400, 1000)):
+        at.use(Policy.ALWAYS if number % 2 else Policy.NEVER)
+        await at.caller.ask(Prompt("prompt", 0, tokens, 8, seed=next(at.seeds)), 0.0)
 
-
-@asynccontextmanager
-async def stand(config: Config, store: SessionStore) -> AsyncIterator[Stand]:
-    """The proxy between a client and engines that run."""
-    async with assembled(config, store) as proxy, listening(proxy) as url, client_session() as http:
-        await proxy.fleet.first_verdicts()
-        engine = proxy.fleet.engine(proxy.ledger.ready(Role.DECODE)[0])
-        found = Stand(proxy, Caller(url, http, await words_per_token(engine)), 1.0)
-        await found.practise()
-        read_s = proxy.fleet.forecast.speeds.read_s(engine.name, Reading(0, 2000))
-        found._read_tps = 2000 / (read_s or 1.0)
-        yield found
-
-
-@asynccontextmanager
-async def real(model: Callable[[], Path]) -> AsyncIterator[Stand]:
-    """Two engines of this machine, one core each."""
-    with tempfile.TemporaryDirectory() as logs, SessionStore(fresh_dir(), remove_at_close=True) as store:
-        fields = {
-            "listen": "127.0.0.1:0",
-            "split": {"policy": "auto", "min_prompt_tokens": FLOOR_TOKENS, "dir": str(store.folder)},
-            "launch": {
-                "engine": "embedded", "model": str(model()), "log_dir": logs,
-                "context": 12288, "decode_slots": 8,
-            },
-        }  # fmt: skip
-        config = Config.model_validate(fields)
-        launcher = Launcher(config, store.folder)
-        try:
-            await launcher.start()
-            async with stand(config.model_copy(update={"engines": launcher.engines}), store) as found:
-                yield found
-        finally:
-            await launcher.stop()
-
-
-@asynccontextmanager
-async def fake(reader_tps: float, save_s: float) -> AsyncIterator[Stand]:
-    """Two fake engines, which take their time without computing."""
-    async with AsyncExitStack() as stack:
-        store = stack.enter_context(SessionStore(fresh_dir(), remove_at_close=True))
-        reader = await stack.enter_async_context(FakeEngine(slot_dir=store.folder, context=65536))
-        writer = await stack.enter_async_context(FakeEngine(slot_dir=store.folder, slots=8, context=65536))
-        reader.knobs.read_tps, writer.knobs.read_tps, writer.knobs.write_tps = reader_tps, FAKE_TPS, FAKE_WRITE_TPS
-        reader.knobs.save.delay_s = save_s
-        fields = {
-            "listen": "127.0.0.1:0",
-            "split": {"policy": "auto", "min_prompt_tokens": FLOOR_TOKENS, "dir": str(store.folder)},
-            "engines": [
-                {"name": "reader", "role": "prefill", "url": reader.url},
-                {"name": "writer", "role": "decode", "url": writer.url},
-            ],
-        }
-        async with stand(Config.model_validate(fields), store) as found:
-            yield found
-
-
-STANDS: dict[str, Callable[[], AbstractAsyncContextManager[Stand]]] = {
-    REAL: partial(real, lambda: tiny_model("dense", **SMALL)),
-    SMOLLM2: partial(real, demo_model),
-    EQUAL: partial(fake, FAKE_TPS, 0.01),
-    SLOW_SAVE: partial(fake, 2 * FAKE_TPS, 0.35),  # as a disk would
-}
 
 Results = dict[Cell, dict[Policy, list[Run]]]
 
@@ -286,11 +194,13 @@ async def measure(cells: Sequence[Cell], rounds: int, console: Console, keep: Ca
             if not chosen:
                 continue
             async with start() as at:
+                await practise(at)
+                arms = Arms(at)
                 for number, cell in itertools.product(range(rounds), chosen):
                     for place in range(len(ARMS)):
                         arm = ARMS[(place + number) % len(ARMS)]
                         progress.update(task, description=f"{cell.name}: {arm}")
-                        results[cell][arm].append(await at.run(cell, arm))
+                        results[cell][arm].append(await arms.run(cell, arm))
                         progress.advance(task)
                     keep(results)
     return results
@@ -338,15 +248,6 @@ def _spread(values: Sequence[float]) -> str:
 
 def _marked(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio >= BOUND else f"**{ratio:.2f}**"
-
-
-def machine() -> str:
-    """What a result is worth nothing without."""
-    name = ""
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        name = next((line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line), "")
-    return f"{datetime.date.today().isoformat()}, {name or platform.processor()}, {os.cpu_count()} cores"
 
 
 def main() -> int:
