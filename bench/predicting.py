@@ -56,22 +56,21 @@ def prompts(count: int, shortest: int, longest: int, read_s: float, at: Stand) -
 
 async def one_by_one(at: Stand, load: Sequence[Prompt]) -> list[RequestRecord]:
     """Each alone, read by the decode engine and handed over in turns."""
-    records = []
+    before = len(at.records)
     for number, prompt in enumerate(load):
         at.use(Policy.ALWAYS if number % 2 else Policy.NEVER)
         await at.caller.ask(prompt, 0.0)
         await at.quiet()
-        records.append(at.proxy.recent[-1])
-    return records
+    return at.records[before:]
 
 
 async def as_they_come(at: Stand, load: Sequence[Prompt]) -> list[RequestRecord]:
     """When they are due, whatever became of those before, with policy `auto`."""
     at.use(Policy.AUTO)
-    known = {record.request_id for record in at.proxy.recent}
+    before = len(at.records)
     await open_loop([at.caller], load, lambda _sample: None)
     await at.quiet()
-    return [record for record in at.proxy.recent if record.request_id not in known]
+    return at.records[before:]
 
 
 def errors(records: Sequence[RequestRecord]) -> list[float]:

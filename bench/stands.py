@@ -24,7 +24,7 @@ from splitproxy.config import Config
 from splitproxy.demo import demo_model
 from splitproxy.launch import Launcher
 from splitproxy.load import Caller, client_session
-from splitproxy.model import Policy, Role
+from splitproxy.model import Policy, RequestRecord, Role
 from splitproxy.sessions import SessionStore, fresh_dir
 from splitproxy.speeds import Reading
 from tests.fake_engine import FakeEngine
@@ -41,6 +41,7 @@ class Stand:
 
     proxy: Proxy
     caller: Caller
+    records: list[RequestRecord]  # of all requests so far, as they ended
     seeds: "itertools.count[int]" = field(default_factory=lambda: itertools.count(random.randrange(10**9)))
 
     def use(self, policy: Policy) -> None:
@@ -65,7 +66,14 @@ async def stand(config: Config, store: SessionStore) -> AsyncIterator[Stand]:
     async with assembled(config, store) as proxy, listening(proxy) as url, client_session() as http:
         await proxy.fleet.first_verdicts()
         engine = proxy.fleet.engine(proxy.ledger.ready(Role.DECODE)[0])
-        yield Stand(proxy, Caller(url, http, await words_per_token(engine)))
+        records, observe = list[RequestRecord](), proxy.exchange.observe
+
+        def noted(record: RequestRecord) -> None:
+            records.append(record)
+            observe(record)
+
+        proxy.exchange = replace(proxy.exchange, observe=noted)
+        yield Stand(proxy, Caller(url, http, await words_per_token(engine)), records)
 
 
 @asynccontextmanager
