@@ -1,22 +1,17 @@
-"""A load on fake engines, split and unsplit in turns, and what people get to see of it."""
+"""A load on fake engines, split and unsplit in turns."""
 
-import io
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from splitproxy import charts
 from splitproxy.bench import SPLIT, UNSPLIT, Bench, Load, benching
 from splitproxy.errors import LaunchError
 from splitproxy.load import Caller, client_session, closed_loop
-from splitproxy.measures import Limits, Sample, Summary, summarize
+from splitproxy.measures import Limits
 from splitproxy.mixes import Prompt, plan
 from splitproxy.model import Policy
-from splitproxy.payoff import Payoff, Rung
 from splitproxy.sessions import SessionStore
 from tests.fake_engine import FakeEngine
 from tests.harness import configured
@@ -81,69 +76,3 @@ async def test_what_fails_is_a_sample_too(fake: Start) -> None:
         engine.die()
         gone = await closed_loop(Caller(engine.url, http, 0.5), prompts, 1, lambda _sample: None)
     assert [(sample.failed, sample.status) for sample in (*refused, *gone)] == [(True, 500)] * 2 + [(True, 0)] * 2
-
-
-# -- what people see ---------------------------------------------------------------------------------------------------
-
-
-def console() -> Console:
-    return Console(file=io.StringIO(), width=100)
-
-
-def shown(at: Console) -> str:
-    assert isinstance(at.file, io.StringIO)
-    return at.file.getvalue()
-
-
-LADDER = Payoff((Rung(128, 0.1, 0.2, 0.15, 0.01, 0.01, 2**20), Rung(512, 0.4, 0.2, 0.15, 0.01, 0.01, 2**22)))
-
-
-def summary() -> Summary:
-    return summarize([Sample("chat", 0.0, 0.5, (0.05,), 0.6, "handover")], {"chat": Limits(1, 1)})
-
-
-def test_the_ladder_is_shown() -> None:
-    """The table, a bar for each measurement, and the floor that comes of it."""
-    at = console()
-    charts.show_payoff(at, LADDER)
-    text = shown(at)
-    assert f"split.min_prompt_tokens = {LADDER.recommended_min_prompt_tokens}" in text
-    assert text.count("█") > 20
-    assert "400 ms" in text
-
-
-@pytest.mark.parametrize("ladder", [Payoff(()), Payoff(LADDER.rungs[:1])])
-def test_a_ladder_without_profit_says_so(ladder: Payoff) -> None:
-    """Where nothing pays, no floor is recommended."""
-    at = console()
-    charts.show_payoff(at, ladder)
-    assert "min_prompt_tokens" not in shown(at)
-
-
-def test_the_comparison_is_shown() -> None:
-    """Both arms stand side by side with their percentiles, and the same figures are JSON."""
-    at = console()
-    charts.show_comparison(at, LOAD.title, {UNSPLIT: summary(), SPLIT: summary()})
-    text = shown(at)
-    assert all(
-        word in text for word in (UNSPLIT, SPLIT, "goodput", "first token, p95", "gap, p99", "whole answer, p50")
-    )
-    assert json.loads(json.dumps(summary().as_json()))["gap_s"]["p99"] == 0.05
-
-
-def test_pictures_are_pictures(tmp_path: Path) -> None:
-    """Both pictures are PNG files; a folder that does not exist is an error in words."""
-    pytest.importorskip("matplotlib", reason="matplotlib, which draws the pictures, is not installed")
-    charts.require_plots()
-    charts.save_payoff(tmp_path / "a.png", LADDER)
-    charts.save_comparison(tmp_path / "b.png", LOAD.title, {UNSPLIT: summary(), SPLIT: summary()})
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
-    with pytest.raises(LaunchError, match="cannot be written"):
-        charts.save_payoff(tmp_path / "none" / "a.png", LADDER)
-
-
-def test_no_pictures_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib the command says what to install, before anything is measured."""
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(LaunchError, match=r"splitproxy\[plots\]"):
-        charts.require_plots()

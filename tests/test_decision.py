@@ -11,7 +11,7 @@ import pytest
 
 from splitproxy.model import PairState, Policy
 from tests.fake_engine import FakeEngine
-from tests.harness import CHAT, COMPLETIONS, FLOOR, Reply, Running, body, proxy, until, words
+from tests.harness import CHAT, COMPLETIONS, FLOOR, Reply, Running, body, proxy, right_text, until, words
 
 Start = Callable[..., Awaitable[FakeEngine]]
 Json = dict[str, Any]
@@ -106,7 +106,7 @@ async def test_a_busy_prefill_engine_is_passed_by(fake: Start) -> None:
 @pytest.mark.parametrize(("weight", "way"), [(1.0, ("handover", "worth_moving")), (0.0, ("local", "local_cheaper"))])
 async def test_running_answers_are_spared(fake: Start, weight: float, way: tuple[str, str]) -> None:
     """An answer that would stand still makes a somewhat slower handover worth it, as far as the weight says."""
-    reader, writer = await pair(fake, reads=2500, writer_reads=3000, slots=4)
+    reader, writer = await pair(fake, reads=2500, writer_reads=3900, slots=4)
     async with proxy(reader, writer, split={**AUTO, "stall_weight": weight}) as p:
         writer.knobs.write_tps = 30
         running = asyncio.create_task(p.ask(CHAT, body(CHAT, "Go on.", limit=400, stream=True)))
@@ -182,8 +182,11 @@ async def test_handovers_in_vain_end_after_three(fake: Start, caplog: pytest.Log
     reader, writer = await pair(fake, reads=50000, writer_reads=5000)
     async with proxy(reader, writer, split=AUTO) as p:
         writer.knobs.restore.forgets = True
-        ways = [(await p.long(seed=seed)).way for seed in "abcde"]
-        assert ways == [("handover", "worth_moving")] * 3 + [("local", "pair_switched_off")] * 2
+        replies = [await p.long(seed=seed) for seed in "abcde"]
+        assert [reply.way for reply in replies] == [("handover", "worth_moving")] * 3 + [
+            ("local", "pair_switched_off")
+        ] * 2
+        assert [reply.text for reply in replies] == [right_text(body(CHAT, words(3 * FLOOR, seed))) for seed in "abcde"]
         causes = [record.in_vain for record in p.proxy.recent]
         assert (None not in causes[:3], causes[3:]) == (True, [None, None])
         counted = await p.metric("splitproxy_handoff_ineffective_causes_total", cause=str(causes[0]))
@@ -195,3 +198,4 @@ async def test_handovers_in_vain_end_after_three(fake: Start, caplog: pytest.Log
         await until(lambda: p.pair()[0] is PairState.PROVEN)
         reply: Reply = await p.long(seed="f")
         assert reply.way == ("handover", "worth_moving")
+        assert reply.text == right_text(body(CHAT, words(3 * FLOOR, "f")))
