@@ -103,7 +103,7 @@ async def test_a_busy_prefill_engine_is_passed_by(fake: Start) -> None:
         assert {reply.way for reply in replies} == {("handover", "forced")}
 
 
-@pytest.mark.parametrize(("weight", "way"), [(1.0, ("handover", "worth_moving")), (0.0, ("local", "local_cheaper"))])
+@pytest.mark.parametrize(("weight", "way"), [(3.0, ("handover", "worth_moving")), (0.0, ("local", "local_cheaper"))])
 async def test_running_answers_are_spared(fake: Start, weight: float, way: tuple[str, str]) -> None:
     """An answer that would stand still makes a somewhat slower handover worth it, as far as the weight says."""
     reader, writer = await pair(fake, reads=2500, writer_reads=3900, slots=4)
