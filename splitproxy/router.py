@@ -11,6 +11,8 @@ from splitproxy.model import DecodeView, PairState, Policy, PrefillView, Reason,
 
 # Costs this close are no difference: what else is known of two engines decides.
 TIE_FACTOR, TIE_S = 1.1, 0.02
+# A handover that costs this little more is taken: it keeps the decode engine free for whoever comes meanwhile.
+EVEN_FACTOR = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,15 @@ def _weigh(
     # Which decode engine: what else is known of it decides between equals. Which way on it: the cheaper one.
     writer = max((way.writer for way in even), key=lambda view: _worth(view, demand.tokens))
     own = [way for way in ways if way.writer is writer]
-    way = min(own, key=lambda candidate: candidate.cost_s)
+    way = _cheapest(own)
     return way, _reason(way, demand, own, rules)
+
+
+def _cheapest(ways: Sequence[_Way]) -> _Way:
+    """The way that costs least; of a handover and a local reading that cost the same, the handover."""
+    least = min(ways, key=lambda way: way.cost_s)
+    moves = [way for way in ways if way.reader is not None and way.cost_s <= EVEN_FACTOR * least.cost_s]
+    return min(moves, key=lambda way: way.cost_s, default=least)
 
 
 def _readers_of(writer: DecodeView, prefill: Sequence[PrefillView]) -> list[PrefillView]:
