@@ -71,8 +71,8 @@ class Queue(Table):
 class Split(Table):
     """When prompts are handed over, and where session files go."""
 
-    policy: Policy = Policy.THRESHOLD
-    min_prompt_tokens: Count = 2048
+    policy: Policy = Policy.AUTO
+    min_prompt_tokens: Count = 512
     force_handover_tokens: Count = 0
     stall_weight: Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, allow_inf_nan=False)] = 1.0
     on_prefill_failure: Literal["local", "reject"] = "local"

@@ -54,7 +54,7 @@ def show_running(console: Console, proxy: Proxy, address: str) -> None:
     console.print(_pairs(proxy))
     links = f"\nOpenAI base URL: [bold]{address}/v1[/]   status: {address}/splitproxy/status"
     console.print(links, soft_wrap=True)
-    console.print("Try a prompt that is long enough to be handed over; its log line appears below:", highlight=False)
+    console.print("Try a long prompt; its log line below says which way it went, and why:", highlight=False)
     key = ' -H "Authorization: Bearer $KEY"' if proxy.config.api_keys else ""
     sentence = "The quick brown fox jumps over the lazy dog, number $(seq -s ' ' 1 {0}). What came before the dog?"
     prompt = sentence.format(max(300, proxy.config.split.min_prompt_tokens // 3))

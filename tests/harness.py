@@ -26,7 +26,7 @@ Json = dict[str, Any]
 WAIT_S = 10.0
 TEST_S = 60.0  # a test that hangs fails, and says where
 FLOOR = 400  # min_prompt_tokens of these tests; a fake engine's token is a byte
-SPLIT: Json = {"min_prompt_tokens": FLOOR, "probe_tokens": 64}
+SPLIT: Json = {"policy": "threshold", "min_prompt_tokens": FLOOR, "probe_tokens": 64}
 QUICK = {
     (health, "HEALTH_INTERVAL_S"): 0.05,
     (fleet, "SWEEP_INTERVAL_S"): 0.05,

@@ -167,7 +167,8 @@ class Front(Caller):
 
 
 def configured(reader: str, writer: str, **split: Any) -> Config:
-    """The configuration of a proxy in front of two engines."""
+    """The configuration of a proxy in front of two engines, with a rule that does not depend on their speeds."""
+    split = {"policy": "threshold", **split}
     engines = [
         {"name": "reader", "role": "prefill", "url": reader},
         {"name": "writer", "role": "decode", "url": writer},

@@ -128,6 +128,9 @@ async def up(folder: Path) -> AsyncIterator[Up]:
         engine = "embedded"
         model = "{models.tiny_model("dense")}"
         log_dir = "{folder / "logs"}"
+        [split]
+        policy = "threshold"
+        min_prompt_tokens = 2048
         """
     )
     async with splitproxy("up", "-c", str(config)) as command:
