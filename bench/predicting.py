@@ -60,7 +60,7 @@ async def one_by_one(at: Stand, load: Sequence[Prompt]) -> list[RequestRecord]:
     for number, prompt in enumerate(load):
         at.use(Policy.ALWAYS if number % 2 else Policy.NEVER)
         await at.caller.ask(prompt, 0.0)
-        await at.quiet()
+        await at.noted(before + number + 1)
     return at.records[before:]
 
 
@@ -69,7 +69,7 @@ async def as_they_come(at: Stand, load: Sequence[Prompt]) -> list[RequestRecord]
     at.use(Policy.AUTO)
     before = len(at.records)
     await open_loop([at.caller], load, lambda _sample: None)
-    await at.quiet()
+    await at.noted(before + len(load))
     return at.records[before:]
 
 

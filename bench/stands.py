@@ -59,6 +59,12 @@ class Stand:
         while self.proxy.ledger.busy():  # noqa: ASYNC110 - slots are released by nobody who could tell
             await asyncio.sleep(0.01)
 
+    async def noted(self, count: int) -> None:
+        """Wait until so many requests have ended: a client has its answer a moment before that."""
+        while len(self.records) < count:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0.01)
+        await self.quiet()
+
 
 @asynccontextmanager
 async def stand(config: Config, store: SessionStore) -> AsyncIterator[Stand]:
