@@ -50,13 +50,15 @@ def verdict(payoff: Payoff) -> list[str]:
     shortest = found <= payoff.rungs[0].tokens
     return [
         f"It pays from {'at most ' if shortest else 'about '}{found:,} tokens on.",
-        f"Recommended: split.min_prompt_tokens = {payoff.recommended_min_prompt_tokens}",
+        f'Recommended for split.policy = "threshold": split.min_prompt_tokens = {payoff.recommended_min_prompt_tokens}.',
+        'Policy "auto" weighs each prompt anew, running answers included; a lower floor does no harm there.',
     ]
 
 
 def show_comparison(console: Console, title: str, arms: Mapping[str, Summary]) -> None:
     """Several arms of one load, side by side."""
-    table = Table(title=title, header_style="bold", title_justify="left")
+    console.print(title, highlight=False, soft_wrap=True)
+    table = Table(header_style="bold")
     table.add_column("")
     for name in arms:
         table.add_column(name, justify="right")

@@ -36,7 +36,7 @@ def test_the_ladder_is_shown() -> None:
     at = console()
     charts.show_payoff(at, LADDER)
     text = shown(at)
-    assert f"split.min_prompt_tokens = {LADDER.recommended_min_prompt_tokens}" in text
+    assert f"split.min_prompt_tokens = {LADDER.recommended_min_prompt_tokens}." in text
     assert text.count("█") > 20
     assert "400 ms" in text
 
