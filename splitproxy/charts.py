@@ -47,10 +47,10 @@ def verdict(payoff: Payoff) -> list[str]:
             f"A handover brings no first token sooner up to {payoff.rungs[-1].tokens:,} tokens. It can still pay where "
             'other answers run on the decode engine and would stand still: split.policy = "auto" weighs that.',
         ]
-    shortest = found <= payoff.rungs[0].tokens
+    shortest, floor = found <= payoff.rungs[0].tokens, payoff.recommended_min_prompt_tokens
     return [
         f"It pays from {'at most ' if shortest else 'about '}{found:,} tokens on.",
-        f'Recommended for split.policy = "threshold": split.min_prompt_tokens = {payoff.recommended_min_prompt_tokens}.',
+        f'Recommended for split.policy = "threshold": split.min_prompt_tokens = {floor}.',
         'Policy "auto" weighs each prompt anew, running answers included; a lower floor does no harm there.',
     ]
 
