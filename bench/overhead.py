@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import orjson
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from splitproxy.adapter import Answer, Call, Deadlines, Take
+from splitproxy.adapter import Answer, Call, Deadlines, Engine, Take
 from splitproxy.adapter import Progress as Told
 from splitproxy.app import listening
 from splitproxy.assembly import Proxy, assembled, deadlines
@@ -90,7 +90,7 @@ class Watch:
 
     def attach(self, proxy: Proxy) -> None:
         for member in proxy.fleet.members.values():
-            engine = member.engine
+            engine = cast("Engine", member.engine)
             for name in ("redeem", "discard"):
                 setattr(engine, name, self._timed(name, getattr(engine, name)))
             setattr(engine, "prefill", self._prefill(engine.prefill))  # noqa: B010 - methods are not for assignment

@@ -86,8 +86,8 @@ class SlotState:
     filled: int
 
 
-class Engine(Protocol):
-    """One engine server. Every method but `health` raises EngineError when the engine does not do as asked.
+class PrefillEngine(Protocol):
+    """An engine that reads prompts. Every method but `health` raises EngineError when the engine does not do as asked.
 
     Slot calls must be made under a lease of the slot, and run to their end even when the caller is cancelled: an engine
     cannot take back a save or restore that has begun.
@@ -96,9 +96,48 @@ class Engine(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def spare_bytes(self) -> int:
+        """What the engine wants to stay free beside a session file, as far as is known before it refuses."""
+        ...
+
     async def health(self) -> EngineState: ...
 
     async def identify(self) -> Identity: ...
+
+    async def slots(self) -> Mapping[int, SlotState]:
+        """What each slot does, by number. Not to be asked more often than `watch` does."""
+        ...
+
+    async def reads_alike(self, text: str, prompt: Prompt) -> bool:
+        """Whether this engine, too, would read a trial's text as its ids; true of one that makes none itself."""
+        ...
+
+    async def prefill(self, prompt: Prompt, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
+        """Read a prompt as far as a session can be taken up from, save that session, and check what was saved."""
+        ...
+
+    async def discard(self, ticket: Ticket) -> None:
+        """Remove what a ticket stands for. Never fails; may be called twice."""
+        ...
+
+    async def erase(self, slot: int, deadlines: Deadlines) -> None:
+        """Empty a slot, or have it hold something else where the engine cannot empty one."""
+        ...
+
+    def advice(self, error: EngineError) -> list[str]:
+        """What to change when this engine failed this way."""
+        ...
+
+    def abort(self) -> None:
+        """End all work that is under way, with an EngineError: the engine is given up."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Engine(PrefillEngine, Protocol):
+    """An engine that answers requests. The rules of a PrefillEngine hold for it as well."""
 
     async def render(self, body: bytes) -> str:
         """The prompt text that a chat request's body becomes."""
@@ -116,39 +155,13 @@ class Engine(Protocol):
         """A prompt of at most so many tokens that begins as `text` does, for tests of the engine."""
         ...
 
-    async def reads_alike(self, text: str, prompt: Prompt) -> bool:
-        """Whether this engine, too, would read a trial's text as its ids; true of one that makes none itself."""
-        ...
-
-    async def prefill(self, prompt: Prompt, slot: int, deadlines: Deadlines, progress: Progress) -> Ticket:
-        """Read a prompt as far as a session can be taken up from, save that session, and check what was saved."""
-        ...
-
     async def redeem(self, ticket: Ticket, slot: int, deadlines: Deadlines) -> Redeemed:
         """Restore a saved session."""
-        ...
-
-    async def discard(self, ticket: Ticket) -> None:
-        """Remove what a ticket stands for. Never fails; may be called twice."""
-        ...
-
-    async def erase(self, slot: int, deadlines: Deadlines) -> None:
-        """Empty a slot, or have it hold something else where the engine cannot empty one."""
-        ...
-
-    async def slots(self) -> Mapping[int, SlotState]:
-        """What each slot does, by number. Not to be asked more often than `watch` does."""
         ...
 
     async def newest_task(self) -> int | None:
         """The slot that was given work last; None where no slot ever was."""
         ...
-
-    def abort(self) -> None:
-        """End all work that is under way, with an EngineError: the engine is given up."""
-        ...
-
-    async def close(self) -> None: ...
 
     @property
     def samples_compare(self) -> bool:
@@ -169,10 +182,6 @@ class Engine(Protocol):
 
     def call(self, call: Call, deadlines: Deadlines) -> AbstractAsyncContextManager[Answer]:
         """Send a client's request. Leaving the context early tells the engine that nobody waits any more."""
-        ...
-
-    def advice(self, error: EngineError) -> list[str]:
-        """What to change when this engine failed this way."""
         ...
 
     def remedy(self, cause: InVain | None) -> str:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from splitproxy import access, config, metrics
-from splitproxy.adapter import Deadlines, Engine
+from splitproxy.adapter import Deadlines, Encode, Engine, PrefillEngine
 from splitproxy.admission import Admission
 from splitproxy.drain import Drain
 from splitproxy.engines.llama_server import LlamaServer
+from splitproxy.engines.strata_process import StrataProcess
+from splitproxy.engines.strata_server import StrataServer
 from splitproxy.errors import ConfigError
 from splitproxy.exchange import Exchange
 from splitproxy.fleet import Fleet
@@ -58,14 +60,19 @@ class Proxy:
         access_log.info("%s", access.line(record))
 
 
-def make_engine(table: config.Engine, store: SessionStore) -> Engine:
-    """The adapter of one configured engine."""
+def make_prefill_engine(table: config.Engine, store: SessionStore) -> PrefillEngine:
+    """The adapter of one configured engine of role prefill."""
+    return make_engine(table, store) if table.process is None else StrataProcess(table.name, table.process, store)
+
+
+def make_engine(table: config.Engine, store: SessionStore, encode: Encode | None = None) -> Engine:
+    """The adapter of one configured engine that is a server. `encode` makes ids for those that tell none."""
     key = os.environ.get(table.api_key_env, "") if table.api_key_env else ""
     match table.kind:
         case Kind.LLAMA_SERVER:
             return LlamaServer(table.name, table.url, key, store)
         case Kind.STRATA:
-            raise ConfigError([f"engines: {table.name} has kind = 'strata', which this version cannot serve"])
+            return StrataServer(table.name, table.url, key, store, encode)
 
 
 def make_tokenizer(settings: config.Config) -> Tokenizer:
@@ -119,9 +126,10 @@ async def assembled(
     tokenizer = made if made is not None else await asyncio.to_thread(make_tokenizer, settings)
     async with AsyncExitStack() as stack:
         stack.callback(tokenizer.close)
-        engines: dict[str, tuple[Engine, Role]] = {}
+        engines: dict[str, tuple[PrefillEngine, Role]] = {}
         for table in settings.engines:
-            engine = make_engine(table, store)
+            prefills = table.role is Role.PREFILL
+            engine = make_prefill_engine(table, store) if prefills else make_engine(table, store, tokenizer.encode)
             stack.push_async_callback(engine.close)
             engines[table.name] = (engine, table.role)
         probe_tokens = 0 if split.policy is Policy.NEVER else split.probe_tokens

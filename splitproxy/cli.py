@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitproxy import __version__
-from splitproxy.adapter import Engine
+from splitproxy.adapter import PrefillEngine
 from splitproxy.app import listening
-from splitproxy.assembly import assembled, deadlines, make_engine, make_tokenizer
+from splitproxy.assembly import assembled, deadlines, make_engine, make_prefill_engine, make_tokenizer
 from splitproxy.config import Config, load
 from splitproxy.errors import ConfigError, EngineError, LaunchError
 from splitproxy.model import Policy, Role
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("splitproxy")
 
 Number = TypeVar("Number", int, float)
+Closable = TypeVar("Closable", bound=PrefillEngine)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -275,7 +276,10 @@ async def _check(options: argparse.Namespace) -> int:
     passed = True
     with SessionStore(Path(config.split.dir or DEFAULT_DIR)) as store:
         for source, target in itertools.product(sources, targets):
-            async with _closing(make_engine(source, store)) as reader, _closing(make_engine(target, store)) as writer:
+            async with (
+                _closing(make_prefill_engine(source, store)) as reader,
+                _closing(make_engine(target, store, tokenizer.encode)) as writer,
+            ):
                 name = f"{source.name} -> {target.name}"
                 console.print(f"{name}  ({source.place} -> {target.place})", style="bold", highlight=False)
                 probe = Probe(reader, writer, 0, 0, deadlines(config.split), partial(screen.show_check, console))
@@ -371,7 +375,7 @@ async def _bench(options: argparse.Namespace) -> int:
 
 
 @asynccontextmanager
-async def _closing(engine: Engine) -> AsyncGenerator[Engine]:
+async def _closing(engine: Closable) -> AsyncGenerator[Closable]:
     try:
         yield engine
     finally:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from splitproxy.adapter import Deadlines, Engine
+from splitproxy.adapter import Deadlines, Engine, PrefillEngine
 from splitproxy.admission import Admission
 from splitproxy.forecast import Forecast, Job
 from splitproxy.health import Health
@@ -33,7 +33,7 @@ class Fleet:
 
     def __init__(
         self,
-        engines: Mapping[str, tuple[Engine, Role]],
+        engines: Mapping[str, tuple[PrefillEngine, Role]],
         ledger: Ledger,
         admission: Admission,
         deadlines: Deadlines,
@@ -60,6 +60,10 @@ class Fleet:
         self._judged = asyncio.Event()
 
     def engine(self, name: str) -> Engine:
+        """A decode engine."""
+        return self.members[name].writer
+
+    def prefill_engine(self, name: str) -> PrefillEngine:
         return self.members[name].engine
 
     def watch(self, name: str) -> SlotWatch:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
-from splitproxy.adapter import Deadlines, Engine, Progress, to_the_end
+from splitproxy.adapter import Deadlines, Engine, PrefillEngine, Progress, to_the_end
 from splitproxy.errors import Cause, EngineError, SplitproxyError, Step
 from splitproxy.model import Failure, HandoverFigures, Prompt, Redeemed, Ticket
 
@@ -91,7 +91,7 @@ class Handover:
     """
 
     prompt: Prompt
-    source: Engine
+    source: PrefillEngine
     deadlines: Deadlines
     stage: Stage = Stage.READY
     ticket: Ticket | None = None

@@ -123,7 +123,8 @@ class Health:
         epoch = member.epoch
         try:
             identity = await member.engine.identify()
-            member.template_bytes = await _template_bytes(member.engine)
+            if member.role is Role.DECODE:
+                member.template_bytes = await _template_bytes(member.writer)
         except EngineError as error:
             if member.fault != str(error):
                 log.warning("%s engine %s cannot be used: %s", member.role, member.engine.name, error)
@@ -148,7 +149,7 @@ class Health:
         )  # fmt: skip
         self._unprove(member, "no self-test since the engine came up")
         if self._meet is not None and member.role is Role.DECODE:
-            self._tasks.start(self._meet(member.engine))
+            self._tasks.start(self._meet(member.writer))
         self._admission.pump()
 
     async def _slots_of(self, member: Member) -> Mapping[int, SlotState]:

@@ -2,8 +2,9 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import cast
 
-from splitproxy.adapter import Engine
+from splitproxy.adapter import Engine, PrefillEngine
 from splitproxy.model import EngineState, Identity, Role
 from splitproxy.watch import SlotWatch
 
@@ -12,7 +13,7 @@ from splitproxy.watch import SlotWatch
 class Member:
     """One engine and what is known of it."""
 
-    engine: Engine
+    engine: PrefillEngine  # for a decode engine an Engine
     role: Role
     state: EngineState = EngineState.DOWN
     identity: Identity | None = None
@@ -31,3 +32,9 @@ class Member:
 
     def __post_init__(self) -> None:
         self.watch = SlotWatch(self.engine, apart=self.role is Role.DECODE)
+
+    @property
+    def writer(self) -> Engine:
+        """The engine as one that answers requests: every decode engine is one."""
+        assert self.role is Role.DECODE
+        return cast("Engine", self.engine)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from splitproxy.adapter import Deadlines, Engine
+from splitproxy.adapter import Deadlines, Engine, PrefillEngine
 from splitproxy.admission import Admission, Turn
 from splitproxy.errors import Fault, RequestError
 from splitproxy.ledger import EMPTY, NOTHING, Lease, Ledger
@@ -122,13 +122,13 @@ class Pairs(Mapping[tuple[str, str], Pair]):
             self._fail(pair, name, "; ".join(differences), [SAME_MODEL])
             return
         try:
-            leases = await self._leases(source.engine, target.engine)
+            leases = await self._leases(source.engine, target.writer)
         except RequestError as error:
             pair.fault = f"no slots for the self-test: {error}"
             return
         report = None
         try:
-            report = await self._probe(source.engine, target.engine, *leases)
+            report = await self._probe(source.engine, target.writer, *leases)
             if pair.up and pair.epochs == epochs:  # else the return of the one that went starts the next test
                 self._conclude(pair, name, report)
         finally:
@@ -165,7 +165,7 @@ class Pairs(Mapping[tuple[str, str], Pair]):
         pair.fault = fault
         pair.tests += 1
 
-    async def _leases(self, source: Engine, target: Engine) -> tuple[Lease, Lease]:
+    async def _leases(self, source: PrefillEngine, target: Engine) -> tuple[Lease, Lease]:
         """A slot of each engine. Clients go first; where they leave no gap, the self-test takes its turn among them.
         Raises RequestError."""
         try:
@@ -197,7 +197,7 @@ class Pairs(Mapping[tuple[str, str], Pair]):
             raise
         return read[0], write
 
-    async def _probe(self, source: Engine, target: Engine, read: Lease, write: Lease) -> Report:
+    async def _probe(self, source: PrefillEngine, target: Engine, read: Lease, write: Lease) -> Report:
         await self._slots.make_room(read)
         await self._slots.make_room(write)
         return await Probe(source, target, read.number, write.number, self._deadlines).run(self._probe_tokens)
@@ -216,5 +216,5 @@ class Pairs(Mapping[tuple[str, str], Pair]):
             log.warning(
                 "pair %s -> %s is switched off: %d handovers in a row were restored and read again all the same. "
                 "Likely cause: %s. %s It is tested again every %.0f s.",
-                source, target, pair.ineffective, in_vain, pair.target.engine.remedy(in_vain), PROBE_RETRY_S,
+                source, target, pair.ineffective, in_vain, pair.target.writer.remedy(in_vain), PROBE_RETRY_S,
             )  # fmt: skip

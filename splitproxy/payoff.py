@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from splitproxy.adapter import Deadlines, Engine, to_the_end
+from splitproxy.adapter import Deadlines, Engine, PrefillEngine, to_the_end
 from splitproxy.errors import EngineError, Step
 from splitproxy.model import Prompt, Ticket
 from splitproxy.probe import random_text
@@ -95,7 +95,7 @@ Climbed = Callable[[str, int, int], None]
 class Ladder:
     """A measurement that is about to run on one slot of each engine."""
 
-    source: Engine
+    source: PrefillEngine
     target: Engine
     source_slot: int
     target_slot: int
@@ -175,7 +175,7 @@ class Ladder:
             ticket.session_bytes,
         )
 
-    def _slots(self) -> tuple[tuple[Engine, int], ...]:
+    def _slots(self) -> tuple[tuple[PrefillEngine, int], ...]:
         return (self.source, self.source_slot), (self.target, self.target_slot)
 
     async def _discard(self) -> None:

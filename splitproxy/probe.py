@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from splitproxy.adapter import Deadlines, Engine, Sample, to_the_end
+from splitproxy.adapter import Deadlines, Engine, PrefillEngine, Sample, to_the_end
 from splitproxy.errors import EngineError, Step
 from splitproxy.model import Figures, Identity, Prompt, Ticket
 
@@ -70,7 +70,7 @@ def compare(source: Identity, target: Identity) -> list[str]:
 class Probe:
     """A self-test that is about to run on one slot of each engine."""
 
-    source: Engine
+    source: PrefillEngine
     target: Engine
     source_slot: int
     target_slot: int

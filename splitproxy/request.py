@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from splitproxy import access
-from splitproxy.adapter import Answer, Engine, content_length
+from splitproxy.adapter import Answer, Engine, PrefillEngine, content_length
 from splitproxy.admission import Turn
 from splitproxy.answer_ids import IdReader
 from splitproxy.client import Client
@@ -78,13 +78,13 @@ class Request:
             if route.prefill_engine is None or self.tokens is None:
                 await self._answer(route)
                 return
-            route = await self._hand_over(route, self.service.fleet.engine(route.prefill_engine), self.tokens)
+            route = await self._hand_over(route, self.service.fleet.prefill_engine(route.prefill_engine), self.tokens)
 
     async def _route(self) -> Route:
         route, self.tokens = await self.service.route(self.ask, self.tokens, self.trace, self.failed_readers)
         return route
 
-    async def _hand_over(self, route: Route, source: Engine, tokens: Tokens) -> Route | None:
+    async def _hand_over(self, route: Route, source: PrefillEngine, tokens: Tokens) -> Route | None:
         """Have the prefill engine read and a decode engine answer. Where the first fails and another one is to take
         over: the route by that one."""
         fleet, settings = self.service.fleet, self.service.settings
@@ -192,7 +192,7 @@ class Request:
         """What the prefill engine reads: all but the last token."""
         return self.known.head(len(self.known) - 1)
 
-    async def _prefill_lease(self, source: Engine) -> Lease:
+    async def _prefill_lease(self, source: PrefillEngine) -> Lease:
         def claim(engine: str) -> Lease | None:
             return self.service.ledger.claim(engine, self.prefix, len(self.prefix), 0)
 

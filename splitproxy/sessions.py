@@ -30,6 +30,7 @@ MEMORY_NEEDED_BYTES = 6 * 1024**3
 FRESH_S = 60.0
 _FRESH_PREFIX = "splitproxy-run-"
 _PREFIX, _SUFFIX = "splitproxy-", ".session"
+_UNFINISHED = ".{}.*.tmp"  # how a Strata engine names a file that it writes; one that dies leaves it behind
 
 
 def fresh_dir(*, needed_bytes: int = MEMORY_NEEDED_BYTES) -> Path:
@@ -151,6 +152,8 @@ class SessionStore:
         try:
             # Until then it is no stray file.
             await asyncio.to_thread(self._take_away, self.folder / name)
+            for path in self.folder.glob(_UNFINISHED.format(name)):
+                self._unlink(path)
         finally:
             self._live.discard(name)
 
@@ -167,6 +170,8 @@ class SessionStore:
     def sweep(self) -> int:
         """Remove every session file that no ticket stands for, such as one written after its deadline."""
         stray = [path for path in self.folder.glob(f"{_PREFIX}*{_SUFFIX}") if path.name not in self._live]
+        unfinished = self.folder.glob(_UNFINISHED.format(f"{_PREFIX}*{_SUFFIX}"))
+        stray += [path for path in unfinished if f"{path.name[1:].partition(_SUFFIX)[0]}{_SUFFIX}" not in self._live]
         return sum(self._unlink(path) for path in stray)
 
     def _unlink(self, path: Path) -> bool:

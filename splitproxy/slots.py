@@ -66,7 +66,7 @@ class Slots:
         member = self._members[lease.engine]
         member.watch.count()
         with suppress(EngineError):
-            if (chosen := await member.engine.newest_task()) is not None:
+            if (chosen := await member.writer.newest_task()) is not None:
                 return self._admission.settle(lease, chosen)
         return lease
 

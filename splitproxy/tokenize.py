@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import Protocol
 
-from splitproxy.adapter import Engine
+from splitproxy.adapter import Encode, Engine
 from splitproxy.errors import Cause, EngineError
 from splitproxy.model import Ask, Tokens
 from splitproxy.vocab import trials
@@ -55,6 +55,11 @@ class Tokenizer(Protocol):
         """Where the ids for an engine come from."""
         ...
 
+    @property
+    def encode(self) -> Encode | None:
+        """Makes ids of text here, whichever engine they are for; None where only engines make them."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -74,6 +79,10 @@ class EngineTokenizer:
 
     def verdict(self, engine: str) -> Verdict:  # noqa: ARG002 - the same for all
         return self._verdict
+
+    @property
+    def encode(self) -> Encode | None:
+        return None
 
     def close(self) -> None:
         return
@@ -99,7 +108,7 @@ class LocalTokenizer:
         return await engine.tokenize(text)
 
     async def encode(self, text: str) -> Tokens:
-        """The ids of a text. A cancelled job that has not begun never will. Raises Unencodable."""
+        """The ids of a text, for any engine. A cancelled job that has not begun never will. Raises Unencodable."""
         if len(text) <= INLINE_CHARACTERS:
             return self._codec.encode(text)
         return await self._jobs.run(self._codec, text)

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 
-from splitproxy.adapter import Engine, SlotState
+from splitproxy.adapter import PrefillEngine, SlotState
 from splitproxy.errors import EngineError
 
 LOOK_INTERVAL_S = 1.5
@@ -19,7 +19,7 @@ BURST = 2  # looks that may follow each other at once; the next ones wait the lo
 class SlotWatch:
     """The looks at one engine; `apart` where its requests do not stream their progress."""
 
-    def __init__(self, engine: Engine, *, apart: bool = True) -> None:
+    def __init__(self, engine: PrefillEngine, *, apart: bool = True) -> None:
         self._engine = engine
         self._apart = apart
         self._turn = asyncio.Lock()

@@ -36,8 +36,12 @@ SLOTLESS = frozenset(
     )
 )  # fmt: skip
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_ADMINISTRATION = frozenset({"slots", "stream"})  # whatever the method; /slots shows and changes others' conversations
-_CHANGING = frozenset({"props", "lora-adapters", "models", "metrics", "health", "tools", "cors-proxy"})
+# Whatever the method: these show or change others' conversations.
+_ADMINISTRATION = frozenset({"slots", "stream", "status", "requests", "api-monitor"})
+_CHANGING = frozenset({
+    "props", "lora-adapters", "models", "metrics", "health", "tools", "cors-proxy",
+    "load", "unload", "vram", "settings", "config",
+})  # fmt: skip
 # Fields of other servers' hand-over protocols: a client that could set them could reach another conversation.
 CONTROL_FIELDS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 
@@ -165,6 +169,8 @@ def _obstacle(fields: Mapping[str, Any]) -> str | None:
         return "cache_prompt"
     if fields.get("lora"):
         return "lora"
+    if fields.get("strata_checkpoint") is False:
+        return "strata_checkpoint"  # such a request leaves no session behind
     return None
 
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import live
 from tests.fake_engine import FakeEngine
+from tests.fake_strata_server import FakeStrata
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -25,12 +26,27 @@ def session_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def fake(session_dir: Path) -> AsyncIterator[Callable[..., Awaitable[FakeEngine]]]:
+def kind() -> str:
+    """The kind of engine that `fake` starts."""
+    return "llama-server"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of a module that names KINDS once for each; those that are marked keep to a llama-server."""
+    kinds = getattr(metafunc.module, "KINDS", None)
+    if kinds and "fake" in metafunc.fixturenames:
+        alone = next(metafunc.definition.iter_markers("llama_server_only"), None)
+        metafunc.parametrize("kind", kinds[:1] if alone else kinds)
+
+
+@pytest.fixture
+async def fake(session_dir: Path, kind: str) -> AsyncIterator[Callable[..., Awaitable[FakeEngine]]]:
     """Starts fake engines that share one folder of session files: `reader = await fake(slots=1)`."""
+    engine = {"llama-server": FakeEngine, "strata": FakeStrata}[kind]
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(**options: Any) -> FakeEngine:
-            return await stack.enter_async_context(FakeEngine(**{"slot_dir": session_dir, **options}))
+            return await stack.enter_async_context(engine(**{"slot_dir": session_dir, **options}))
 
         yield start
 

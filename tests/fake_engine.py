@@ -61,6 +61,8 @@ class FakeEngine:
     is llama-server's --kv-unified. With `exits` a crash ends the process, as it does when run by hand.
     """
 
+    kind = "llama-server"
+
     def __init__(
         self,
         *,

@@ -16,6 +16,7 @@ from splitproxy import fleet, health, pairs, slots
 from splitproxy.app import listening
 from splitproxy.assembly import Proxy, assembled
 from splitproxy.config import Config
+from splitproxy.engines import strata_server
 from splitproxy.model import EngineState, PairState, RequestRecord, Role
 from splitproxy.sessions import SessionStore
 from tests.fake_engine import FakeEngine
@@ -31,6 +32,7 @@ QUICK = {
     (health, "HEALTH_INTERVAL_S"): 0.05,
     (fleet, "SWEEP_INTERVAL_S"): 0.05,
     (slots, "QUIET_LOOKS_S"): {**slots.QUIET_LOOKS_S, Role.DECODE: (0.05, 1.25, 1.5)},
+    (strata_server, "SLOWEST_TOKENS_PER_S"): 1e6,  # so that a reading's deadline is the configured silence alone
 }
 ANSWER_TOKENS = 12
 
@@ -53,6 +55,18 @@ def body(path: str, prompt: str, *, limit: int | None = ANSWER_TOKENS, **fields:
     if limit is not None:
         asked[LIMITS.get(path, "max_tokens")] = limit
     return {**asked, **fields}
+
+
+BOTH_KINDS = pytest.mark.parametrize("kind", ["llama-server", "strata"])
+# What a Strata server reads again of a prompt that it holds: `<|im_start|>assistant` and a line end.
+LAST_TURN = {"llama-server": 1, "strata": 11}
+STRATA_HAS_NO = frozenset({"/v1/completions", "/completion", "/completions", "/v1/embeddings", "/chat/completions"})
+
+
+def needs(kind: str, path: str) -> None:
+    """Skip what this kind of engine has no endpoint for."""
+    if kind == "strata" and path in STRATA_HAS_NO:
+        pytest.skip("a Strata server has no such endpoint")
 
 
 CHATS = frozenset({CHAT, "/chat/completions", MESSAGES})
@@ -252,7 +266,12 @@ async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> N
 
 
 def configured(
-    prefill: str | None, decode: str, folder: Path, changes: Mapping[str, Any], more: Mapping[str, str] | None = None
+    prefill: str | None,
+    decode: str,
+    folder: Path,
+    changes: Mapping[str, Any],
+    more: Mapping[str, str] | None = None,
+    kind: str = "llama-server",
 ) -> Config:
     """The configuration of a proxy in front of these addresses; `more` are further ones by name."""
     engines = [{"name": "writer", "role": "decode", "url": decode}]
@@ -260,6 +279,8 @@ def configured(
         engines.insert(0, {"name": "reader", "role": "prefill", "url": prefill})
     for name, url in (more or {}).items():
         engines.append({"name": name, "role": "prefill" if name.startswith("reader") else "decode", "url": url})
+    for engine in engines:
+        engine["kind"] = kind
     split = {**SPLIT, "dir": str(folder), **changes.get("split", {})}
     base = {"listen": "127.0.0.1:0", "drain_s": 1, "engines": engines}
     return Config.model_validate({**base, **changes, "split": split})
@@ -283,7 +304,7 @@ async def proxy(
     assert decode.slot_dir is not None
     more = more or {}
     urls = {name: engine.url for name, engine in more.items()}
-    config = configured(prefill.url if prefill else None, decode.url, decode.slot_dir, changes, urls)
+    config = configured(prefill.url if prefill else None, decode.url, decode.slot_dir, changes, urls, decode.kind)
     with pytest.MonkeyPatch.context() as patch, SessionStore(decode.slot_dir) as store:
         for (module, name), value in {**QUICK, (pairs, "PROBE_RETRY_S"): retry_s}.items():
             patch.setattr(module, name, value)

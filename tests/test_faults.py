@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from splitproxy import health, slots
 from splitproxy.engines import llama_server
 from splitproxy.model import EngineState, PairState
 from tests.fake_engine import FakeEngine
-from tests.harness import CHAT, FLOOR, NATIVE, SPLITTABLE, Reply, Running, body, proxy, right_text, until, words
+from tests.harness import CHAT, FLOOR, SPLITTABLE, Reply, Running, body, needs, proxy, right_text, until, words
 
+KINDS = ("llama-server", "strata")
 Start = Callable[..., Awaitable[FakeEngine]]
 Json = dict[str, Any]
 
@@ -91,9 +93,18 @@ def name(row: Any) -> str:
     ("role", "knobs", "stage", "reason"), FAULTS, ids=[f"{stage}-{name(knobs)}" for _, knobs, stage, _ in FAULTS]
 )
 async def test_a_failure_on_the_way_is_no_error(
-    fake: Start, lines: Callable[[], list[str]], role: str, knobs: Json, stage: str, reason: str, stream: bool
+    fake: Start,
+    kind: str,
+    lines: Callable[[], list[str]],
+    role: str,
+    knobs: Json,
+    stage: str,
+    reason: str,
+    stream: bool,
 ) -> None:
-    """Whatever goes wrong before the decode engine answers, it reads the prompt itself, and one line says so."""
+    """Whatever goes wrong before the decode engine answers, it reads the prompt itself, and one line says so (S12)."""
+    if kind == "strata" and "wrong_tokens" in knobs.get("save", {}):
+        pytest.skip("a Strata file lists no tokens where others could find them")
     reader, writer = await fake(), await fake()
     asked = body(CHAT, LONG, stream=stream)
     async with proxy(reader, writer, split=DEADLINES if reason == "timeout" else {}) as p:
@@ -176,6 +187,7 @@ async def test_a_failure_may_be_wanted_as_an_error(fake: Start, knobs: Json, str
 # ---- tokens ----
 
 
+@pytest.mark.llama_server_only("a Strata server is not asked for ids")
 @pytest.mark.parametrize("stage", ["tokenize", "template"])
 @pytest.mark.parametrize(
     "trouble", [{"fail": (500, "no")}, {"drop": True}, {"hang": True}], ids=["refused", "died", "hangs"]
@@ -203,9 +215,10 @@ async def test_a_prompt_that_cannot_be_counted_stays(
 @pytest.mark.parametrize("knobs", [{"fail": (500, "broken")}, {"drop": True}, {"die": True}], ids=str)
 @BOTH
 async def test_a_decode_engine_that_fails_before_its_first_byte(
-    fake: Start, lines: Callable[[], list[str]], path: str, knobs: Json, stream: bool
+    fake: Start, kind: str, lines: Callable[[], list[str]], path: str, knobs: Json, stream: bool
 ) -> None:
     """The client gets the engine's own error, or one of ours where it says nothing, in its API's shape."""
+    needs(kind, path)
     reader, writer = await fake(), await fake()
     asked = (
         {"input": LONG} if path == "/v1/responses" else body(path, LONG, messages=[{"role": "user", "content": LONG}])
@@ -520,9 +533,9 @@ async def test_a_handover_that_works_forgives_those_in_vain(fake: Start) -> None
 
 
 UNFIT: list[tuple[str, Json, Json, str]] = [
-    ("another model", {"weights": 2}, {}, "text"),
+    ("another model", {"weights": 2}, {}, "text|restored"),  # the file itself says so
     ("another build", {"build": "b2"}, {}, "build"),
-    ("no checkpoints", {"memory": "none"}, {}, "reused"),
+    ("no checkpoints", {"memory": "none"}, {}, "reused|restored"),
     ("refuses", {}, {"prefill": {"fail": (500, "no")}}, "read"),
     ("does not save", {}, {"save": {"fail": (501, "no")}}, "saved"),
     ("saves short", {}, {"save": {"truncate_bytes": 1}}, "file"),
@@ -542,7 +555,7 @@ async def test_a_pair_that_does_not_pass_is_not_used(fake: Start, options: Json,
         status = (await p.get("/splitproxy/status")).json["pairs"][0]
         assert reply.way == ("local", "pair_unproven")
         assert reply.text == right_text(body(CHAT, LONG_SEEDED), weights=options.get("weights", 1))
-        assert (status["state"], status["fault"].startswith(told)) == ("unproven", True), status["fault"]
+        assert (status["state"], bool(re.match(told, status["fault"]))) == ("unproven", True), status["fault"]
 
 
 async def test_a_folder_that_is_not_shared_is_noticed(fake: Start, tmp_path: Path) -> None:
@@ -551,7 +564,7 @@ async def test_a_folder_that_is_not_shared_is_noticed(fake: Start, tmp_path: Pat
     other.mkdir()
     reader, writer = await fake(slot_dir=other), await fake()
     async with proxy(reader, writer, retry_s=60) as p:
-        reply = await p.ask(NATIVE, body(NATIVE, LONG))
+        reply = await p.ask(CHAT, body(CHAT, LONG))
         assert (reply.status, reply.way) == (200, ("local", "pair_unproven"))
         assert "--slot-save-path" in p.pair()[1]
 

@@ -35,6 +35,7 @@ EXCEPTIONS = {("adapter", "asyncio")}  # `to_the_end` is part of what an engine'
 # Libraries that only these modules know.
 KNOWN_TO = {
     "aiohttp": {"app", "engines.http", "load", "processes"},
+    "jinja2": {"engines.strata_prompt"},
     "matplotlib": {"charts"},
     "prometheus_client": {"metrics"},
     "pydantic": {"checked", "config", "strata.runconfig"},
@@ -53,6 +54,7 @@ TESTED_IN = {
     "checked": "test_config.py",
     "cli": "test_live_up.py",
     "engines.http": "test_llama_server.py",
+    "engines.strata_pipe": "test_strata_process.py",
     "fleet": "test_faults.py",
     "growth": "test_many.py",
     "health": "test_faults.py",

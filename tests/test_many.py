@@ -17,6 +17,7 @@ from tests import fake_engine, harness
 from tests.fake_engine import FakeEngine
 from tests.harness import (
     ANSWER_TOKENS,
+    BOTH_KINDS,
     CHAT,
     COMPLETIONS,
     FLOOR,
@@ -24,6 +25,7 @@ from tests.harness import (
     Reply,
     Running,
     body,
+    needs,
     prompt_ids,
     proxy,
     right_text,
@@ -38,9 +40,18 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 KEYS = ["anna", "bert"]
 
 
+PATH = NATIVE  # of short prompts
+
+
+@pytest.fixture(autouse=True)
+def path_of_short_prompts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Strata server takes chats alone."""
+    monkeypatch.setitem(globals(), "PATH", NATIVE if kind == "llama-server" else CHAT)
+
+
 def short(name: str, **fields: Any) -> Json:
     """A prompt that the decode engine reads itself, different from all others."""
-    return body(NATIVE, f"{name}: what comes next?", **fields)
+    return body(PATH, f"{name}: what comes next?", **fields)
 
 
 def read_ahead(seed: str) -> list[int]:
@@ -55,7 +66,8 @@ def by(client: str) -> dict[str, str]:
 
 def order(writer: FakeEngine) -> list[str]:
     """The names of the short prompts that reached an engine, in order."""
-    prompts = (call.body["prompt"] for call in writer.sent("decode"))
+    asked = [call.body for call in writer.sent("decode")]
+    prompts = (body["prompt"] if "prompt" in body else body["messages"][0]["content"] for body in asked)
     return [prompt.partition(":")[0] for prompt in prompts if isinstance(prompt, str)]
 
 
@@ -78,7 +90,7 @@ async def queued(p: Running, names: Iterable[str]) -> "list[asyncio.Task[Reply]]
     tasks = []
     for name in names:
         count = p.proxy.admission.waiting
-        tasks.append(asyncio.create_task(p.ask(NATIVE, short(name), **by(name.split()[0]))))
+        tasks.append(asyncio.create_task(p.ask(PATH, short(name), **by(name.split()[0]))))
         await waiting(p, count + 1)
     return tasks
 
@@ -86,7 +98,7 @@ async def queued(p: Running, names: Iterable[str]) -> "list[asyncio.Task[Reply]]
 async def occupied(p: Running, writer: FakeEngine, name: str = "anna 0") -> "asyncio.Task[Reply]":
     """A request that keeps a slot until `writer.knobs.decode.stall_after` is None, or somebody hangs up."""
     count = len(writer.sent("decode"))
-    task = asyncio.create_task(p.ask(NATIVE, short(name, stream=True), **by(name.split()[0])))
+    task = asyncio.create_task(p.ask(PATH, short(name, stream=True), **by(name.split()[0])))
     await until(lambda: len(writer.sent("decode")) > count and writer.sent("decode")[-1].answered)
     return task
 
@@ -100,6 +112,7 @@ async def hang_up(*tasks: "asyncio.Task[Any]") -> None:
 # ---- the queue ----
 
 
+@BOTH_KINDS
 async def test_clients_take_turns(fake: Start) -> None:
     """However many requests one client has waiting, another's first is next, and within one it is first come first
     served."""
@@ -114,6 +127,7 @@ async def test_clients_take_turns(fake: Start) -> None:
         assert order(writer) == ["anna 0", "bert 1", "anna 1", "bert 2", "anna 2", "anna 3"]
 
 
+@BOTH_KINDS
 async def test_addresses_are_clients_where_no_keys_are(fake: Start) -> None:
     """Without keys a client is an address: the same one waits in one line."""
     writer = await fake()
@@ -181,6 +195,7 @@ async def test_who_waited_for_a_self_test_is_routed_again(fake: Start) -> None:
         assert reply.way == ("handover", "worth_moving")
 
 
+@BOTH_KINDS
 async def test_places_that_nobody_used_are_given_back(fake: Start) -> None:
     """A client that leaves with its requests does not wait longer for the one that stays."""
     writer = await fake()
@@ -197,6 +212,7 @@ async def test_places_that_nobody_used_are_given_back(fake: Start) -> None:
         assert order(writer)[1:] == ["bert 1", "anna 4", "bert 2", "bert 3"]
 
 
+@BOTH_KINDS
 async def test_a_full_queue_turns_the_greediest_away(fake: Start) -> None:
     """The one who is last in line goes, not the newcomer whose turn is sooner."""
     writer = await fake()
@@ -204,7 +220,7 @@ async def test_a_full_queue_turns_the_greediest_away(fake: Start) -> None:
         writer.knobs.decode.stall_after = 1
         first = await occupied(p, writer)
         tasks = await queued(p, ["anna 1", "anna 2"])
-        newcomer = asyncio.create_task(p.ask(NATIVE, short("bert 1"), **by("bert")))
+        newcomer = asyncio.create_task(p.ask(PATH, short("bert 1"), **by("bert")))
         assert (await tasks[1]).status == 429
         writer.knobs.decode.stall_after = None
         await hang_up(first)
@@ -228,8 +244,10 @@ ASKED: dict[str, Json] = {
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "too late"])
 @pytest.mark.parametrize("path", ASKED)
-async def test_who_cannot_wait_is_told_in_its_apis_words(fake: Start, path: str, full: bool) -> None:
+@BOTH_KINDS
+async def test_who_cannot_wait_is_told_in_its_apis_words(fake: Start, kind: str, path: str, full: bool) -> None:
     """429 when the queue is full and 503 when the deadline passes, each with a time to come again."""
+    needs(kind, path)
     writer = await fake()
     async with proxy(None, writer, queue={"max": 0 if full else 5, "timeout_s": 0.05}) as p:
         writer.knobs.decode.stall_after = 1
@@ -245,8 +263,10 @@ async def test_who_cannot_wait_is_told_in_its_apis_words(fake: Start, path: str,
 
 
 @pytest.mark.parametrize("path", ASKED)
-async def test_who_waits_in_a_stream_is_kept_alive(fake: Start, path: str) -> None:
+@BOTH_KINDS
+async def test_who_waits_in_a_stream_is_kept_alive(fake: Start, kind: str, path: str) -> None:
     """A stream that waits for a slot hears something in its API's own way, and gets its answer afterwards."""
+    needs(kind, path)
     writer = await fake()
     async with proxy(None, writer, keep_alive_s=0.02) as p:
         writer.knobs.decode.stall_after = 1
@@ -267,6 +287,7 @@ async def test_who_waits_in_a_stream_is_kept_alive(fake: Start, path: str) -> No
         assert b"".join(pieces).count(b"data: {") > 3
 
 
+@BOTH_KINDS
 async def test_the_queue_can_be_seen(fake: Start) -> None:
     """Status and metrics tell who waits, where in line, for what, and how long."""
     writer = await fake()
@@ -288,6 +309,7 @@ async def test_the_queue_can_be_seen(fake: Start) -> None:
         await asyncio.gather(*tasks)
 
 
+@BOTH_KINDS
 async def test_reading_is_not_waiting(fake: Start) -> None:
     """The time in which a prompt is read does not count against the deadline of the queue."""
     reader, writer = await fake(batch=100), await fake()
@@ -305,6 +327,7 @@ async def test_reading_is_not_waiting(fake: Start) -> None:
         assert record.queue_ms < 800 < record.total_ms
 
 
+@BOTH_KINDS
 async def test_all_waiting_counts(fake: Start) -> None:
     """Who has waited for the prefill engine has that much less time to wait for the decode engine."""
     reader, writer = await fake(), await fake()
@@ -321,6 +344,7 @@ async def test_all_waiting_counts(fake: Start) -> None:
         await hang_up(first, before)
 
 
+@BOTH_KINDS
 async def test_who_has_begun_is_not_turned_away(fake: Start) -> None:
     """A prompt that was read is answered, however many wait by then."""
     reader, writer = await fake(), await fake()
@@ -497,7 +521,7 @@ async def test_what_takes_several_slots_is_alone(fake: Start, path: str, asked: 
         (name,) = (name for name in ("writer", "writer-2") if p.proxy.admission.waiting_for(name))
         engine = one if name == "writer" else two
         two.knobs.decode.stall_after = one.knobs.decode.stall_after = None
-        beside = await p.ask(NATIVE, short("beside"))
+        beside = await p.ask(PATH, short("beside"))
         assert (beside.status, beside.headers["X-Splitproxy-Engine"] == name) == (200, False)
         assert not [call for call in (*one.calls, *two.calls) if call.path == path]
         engine.knobs.decode.pause_s = 0.02
@@ -537,7 +561,7 @@ async def test_messages_do_not_wait_for_an_engine_to_be_empty(fake: Start) -> No
     async with proxy(None, writer) as p:
         writer.knobs.decode.delay_s = 0.3
         writer.knobs.decode.pause_s = 1.0
-        whole = asyncio.create_task(p.ask(NATIVE, short("whole")))
+        whole = asyncio.create_task(p.ask(PATH, short("whole")))
         await until(lambda: writer.sent("decode"))
         message = asyncio.create_task(p.ask(MESSAGES, body(MESSAGES, "Beside.")))
         await until(lambda: len(writer.busy()) == 2)
@@ -813,6 +837,7 @@ async def test_a_prefill_engine_is_chosen_by_what_it_holds(fake: Start) -> None:
         assert sorted(len(reader.sent("prefill")) for reader in readers) == [0, 3]
 
 
+@BOTH_KINDS
 async def test_two_prompts_are_read_by_two_prefill_engines(fake: Start) -> None:
     """While one reads, the next prompt goes to the other."""
     readers, writers = await pools(fake)
@@ -956,30 +981,32 @@ async def test_a_session_that_no_decode_engine_can_take_is_read_again(fake: Star
         assert (reply.status, reply.headers["X-Splitproxy-Fallback"]) == (200, "restore:unproven")
 
 
+@BOTH_KINDS
 async def test_who_waits_for_the_last_engine_hears_at_once_that_it_went(fake: Start) -> None:
     """A request that one engine failed and that waits for the other is told when that one goes, not at its deadline."""
     one, two = await fake(), await fake()
     async with proxy(None, one, more={"writer-2": two}) as p:
         for engine in (one, two):
             engine.knobs.decode.stall_after = 1
-        held = asyncio.create_task(p.ask(NATIVE, short("held", stream=True)))
+        held = asyncio.create_task(p.ask(PATH, short("held", stream=True)))
         await until(lambda: [call for call in (*one.sent("decode"), *two.sent("decode")) if call.answered])
         busy, free = (one, two) if one.busy() else (two, one)
         free.knobs.update({"decode": {"stall_after": None, "drop": True, "times": 1}})
-        asked = asyncio.create_task(p.ask(NATIVE, short("asked")))
+        asked = asyncio.create_task(p.ask(PATH, short("asked")))
         await waiting(p, 1)
         busy.die()
         assert (await asked).status == 503
         assert (await held).error is not None
-        assert (await p.ask(NATIVE, short("after"))).status == 200
+        assert (await p.ask(PATH, short("after"))).status == 200
 
 
+@BOTH_KINDS
 async def test_an_engine_that_loads_again_is_passed_over(fake: Start) -> None:
     """Where another decode engine is there, nobody gets to see that one is loading its model."""
     one, two = await fake(), await fake()
     async with proxy(None, one, more={"writer-2": two}) as p:
         one.knobs.update({"decode": {"fail": (503, "Loading model"), "times": 1}})
-        reply = await p.ask(NATIVE, short("asked"))
+        reply = await p.ask(PATH, short("asked"))
         assert (reply.status, reply.headers["X-Splitproxy-Engine"]) == (200, "writer-2")
         assert len(one.sent("decode")) == 1
 
@@ -999,6 +1026,7 @@ async def test_other_calls_find_the_engine_that_lives(fake: Start, takes_slots: 
 # ---- cancellation ----
 
 
+@BOTH_KINDS
 async def test_ten_cancelled_prefills_hold_nobody_up(fake: Start) -> None:
     """Ten long prompts are begun and given up; the next one waits for what is left of one batch, not for them, and one
     that the decode engine reads itself does not wait at all."""
@@ -1013,7 +1041,7 @@ async def test_ten_cancelled_prefills_hold_nobody_up(fake: Start) -> None:
         await hang_up(*long)
         started = asyncio.get_running_loop().time()
         moved = asyncio.create_task(p.ask(CHAT, body(CHAT, words(FLOOR + 50, "short"))))
-        assert (await p.ask(NATIVE, short("local"))).way == ("local", "too_short")
+        assert (await p.ask(PATH, short("local"))).way == ("local", "too_short")
         assert len(reader.sent("prefill")) == 1
         assert (await moved).way == ("handover", "worth_moving")
         given_up, last = reader.sent("prefill")

@@ -305,3 +305,18 @@ def test_a_folder_that_a_killed_proxy_left_is_removed(
     assert left.exists() is stays
     if owned:
         store.close()
+
+
+async def test_what_an_engine_had_begun_to_write_goes_too(tmp_path: Path) -> None:
+    """A hidden file that an engine left behind when it died holds a transcript as well."""
+    with SessionStore(tmp_path / "sessions") as store:
+        name, other = store.new_name(), store.new_name()
+        begun = [store.folder / f".{found}.0123456789abcdef.tmp" for found in (name, other)]
+        for path in begun:
+            path.touch()
+        await store.remove(name)
+        assert [path.exists() for path in begun] == [False, True]
+        assert store.sweep() == 0  # the other is being written
+        late = store.folder / f".{name}.0123456789abcdef.tmp"
+        late.touch()
+        assert (store.sweep(), late.exists(), begun[1].exists()) == (1, False, True)

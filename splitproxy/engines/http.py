@@ -169,7 +169,9 @@ async def require_ok(step: Step, response: aiohttp.ClientResponse, *, private: b
 
 def error_message(text: bytes) -> str:
     try:
-        return str(orjson.loads(text)["error"]["message"])[:300]
+        error = orjson.loads(text)["error"]
+        kind = f"{error['kind']}: " if "kind" in error else ""
+        return f"{kind}{error['message']}"[:300]
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return "without a reason"
 

@@ -38,6 +38,8 @@ _VOCABULARY_PROBE = (
 class LlamaServer(HttpEngine):
     """One llama-server at `url`. Must be closed."""
 
+    spare_bytes = 0
+
     def __init__(self, name: str, url: str, api_key: str, store: SessionStore) -> None:
         super().__init__(name, url, api_key)
         self._store = store
