@@ -86,7 +86,9 @@ def test_s5_a_named_file_needs_no_pack() -> None:
     [
         ((), 4096),
         (("--session-min-free-mib", "0"), 0),
-        (("--session-min-free-mib", "100", "--session-min-free-mib=512"), 512),
+        (("--session-min-free-mib", "100", "--kv", "int8", "--session-min-free-mib=512"), 512),
+        (("--session-min-free-mib",), 4096),
+        (("--session-min-free-mib", "lots"), 4096),
     ],
 )
 def test_space_that_strata_leaves_free(args: tuple[str, ...], mib: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from splitproxy.adapter import Deadlines
 from splitproxy.config import Process
 from splitproxy.engines import strata_lines, strata_pipe, strata_process
-from splitproxy.engines.strata_process import StrataProcess, command, spare_mib
+from splitproxy.engines.strata_process import StrataProcess, command
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, EngineState, Estimate, Prompt, Ticket, Tokens
 from splitproxy.sessions import SessionStore
@@ -422,17 +422,3 @@ def test_the_card_is_chosen_by_environment() -> None:
     hip = command(Process(exe="strata", gpu=0, backend="hip", env={"HIP_VISIBLE_DEVICES": "2"}), {})
     assert hip.env == {"HIP_VISIBLE_DEVICES": "2"}
     assert command(Process(exe="strata"), {}).env == {}
-
-
-@pytest.mark.parametrize(
-    ("args", "mib"),
-    [
-        ((), 4096),
-        (("--session-min-free-mib", "0"), 0),
-        (("--kv", "int8", "--session-min-free-mib=512"), 512),
-        (("--session-min-free-mib",), 4096),
-    ],
-)
-def test_the_spare_room_is_what_the_arguments_say(args: tuple[str, ...], mib: int) -> None:
-    """An engine keeps 4 GiB free beside a file unless it is told otherwise."""
-    assert spare_mib(args) == mib

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from splitproxy.adapter import Deadlines, Progress, SlotState, to_the_end
@@ -19,6 +19,8 @@ from splitproxy.engines.strata_pipe import Command, Pipe
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import EngineState, Estimate, Identity, Prompt, Ticket, Tokens
 from splitproxy.sessions import SessionStore
+from splitproxy.strata.memory import DEFAULT_MIN_FREE_MIB, kept_free_bytes
+from splitproxy.strata.runconfig import MIN_FREE_FLAG
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,6 @@ _ID_LIST = re.compile(r"\d+(?:,\d+)+")
 RESTART_S = 60.0
 READY_S = 900.0
 ASK_S = 5.0  # for an engine to answer whether it knows `prefill=1`
-SPARE_MIB = 4096  # that must stay free beside a session file, unless a flag says otherwise
-SPARE_FLAG = "--session-min-free-mib"
 
 
 class StrataProcess:
@@ -37,7 +37,7 @@ class StrataProcess:
     def __init__(self, name: str, process: Process, store: SessionStore, *, silence_s: float = lines.SILENCE_S) -> None:
         self.name = name
         self._command = command(process, os.environ)
-        self.spare_bytes = spare_mib(process.args) * 2**20
+        self.spare_bytes = kept_free_bytes(process.args)
         self._store = store
         self._silence_s = silence_s
         self._pipe: Pipe | None = None
@@ -262,7 +262,7 @@ ADVICE = {
     Step.PREFILL: ["tokenizer.source must be the tokenizer.json of the model that both engines run."],
     Step.SAVE: [
         "A session file needs a prompt cache (--prompt-cache of 1 or more), one card, and no --batch.",
-        f"Beside the file {SPARE_MIB} MiB must stay free in split.dir, or as many as {SPARE_FLAG} says.",
+        f"Beside the file {DEFAULT_MIN_FREE_MIB} MiB must stay free in split.dir, or as many as {MIN_FREE_FLAG} says.",
     ],
     Step.CHECK: ["split.dir must be on a disk that this process can read."],
 }
@@ -283,17 +283,6 @@ def command(process: Process, env: Mapping[str, str]) -> Command:
     return Command(
         (process.exe, "--serve", *process.args), {**kept, **ours, **process.env}, cwd=process.cwd, log=process.log
     )
-
-
-def spare_mib(args: Sequence[str]) -> int:
-    """What an engine with these arguments wants to stay free beside a session file."""
-    found = SPARE_MIB
-    for flag, value in zip(args, (*args[1:], ""), strict=False):
-        name, equals, inline = flag.partition("=")
-        text = inline if equals else value
-        if name == SPARE_FLAG and text.isdigit():
-            found = int(text)  # the last one counts
-    return found
 
 
 async def _knows_prefill(pipe: Pipe, silence_s: float) -> bool:

@@ -77,8 +77,8 @@ def _own(reason: str) -> Arena:
 
 def kept_free_bytes(args: Sequence[str]) -> int:
     """What an engine with these arguments leaves free where it saves a session."""
-    mib = value_of(args, MIN_FREE_FLAG)
-    return (DEFAULT_MIN_FREE_MIB if mib is None else int(mib)) * MIB
+    mib = value_of(args, MIN_FREE_FLAG) or ""
+    return (int(mib) if mib.isascii() and mib.isdigit() else DEFAULT_MIN_FREE_MIB) * MIB
 
 
 def longest_session(free_bytes: int, kept_bytes: int, kv: str | None) -> int:
