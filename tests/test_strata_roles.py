@@ -98,7 +98,7 @@ def test_s8_what_is_dropped_is_said() -> None:
     assert not_passed_on(found) == [
         "gpu_roles (each engine has one card)",
         "api_key (clients show it to splitproxy)",
-        "vision (a request with pictures is the decode engine's alone)",
+        "vision (to the prefill engine: requests with pictures are not for it)",
     ]
     assert not_passed_on(run()) == []
 

@@ -21,7 +21,7 @@ DROPPED = {
     "api_key": "clients show it to splitproxy",
 }
 
-PREFILL_DROPPED = {"vision": "a request with pictures is the decode engine's alone"}
+PREFILL_DROPPED = {"vision": "to the prefill engine: requests with pictures are not for it"}
 
 
 def role_config(run: Run, role: Role, session_dir: Path, arena: Path | None) -> dict[str, Any]:
