@@ -60,9 +60,11 @@ class Proxy:
         access_log.info("%s", access.line(record))
 
 
-def make_prefill_engine(table: config.Engine, store: SessionStore) -> PrefillEngine:
+def make_prefill_engine(table: config.Engine, store: SessionStore, encode: Encode | None = None) -> PrefillEngine:
     """The adapter of one configured engine of role prefill."""
-    return make_engine(table, store) if table.process is None else StrataProcess(table.name, table.process, store)
+    if table.process is not None:
+        return StrataProcess(table.name, table.process, store)
+    return make_engine(table, store, encode)
 
 
 def make_engine(table: config.Engine, store: SessionStore, encode: Encode | None = None) -> Engine:
@@ -129,7 +131,7 @@ async def assembled(
         engines: dict[str, tuple[PrefillEngine, Role]] = {}
         for table in settings.engines:
             prefills = table.role is Role.PREFILL
-            engine = make_prefill_engine(table, store) if prefills else make_engine(table, store, tokenizer.encode)
+            engine = (make_prefill_engine if prefills else make_engine)(table, store, tokenizer.encode)
             stack.push_async_callback(engine.close)
             engines[table.name] = (engine, table.role)
         probe_tokens = 0 if split.policy is Policy.NEVER else split.probe_tokens

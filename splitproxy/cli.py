@@ -277,7 +277,7 @@ async def _check(options: argparse.Namespace) -> int:
     with SessionStore(Path(config.split.dir or DEFAULT_DIR)) as store:
         for source, target in itertools.product(sources, targets):
             async with (
-                _closing(make_prefill_engine(source, store)) as reader,
+                _closing(make_prefill_engine(source, store, tokenizer.encode)) as reader,
                 _closing(make_engine(target, store, tokenizer.encode)) as writer,
             ):
                 name = f"{source.name} -> {target.name}"

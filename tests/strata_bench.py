@@ -12,6 +12,8 @@ from splitproxy.model import Role
 from splitproxy.strata.launch import StrataLauncher
 from splitproxy.strata.plan import Plan, plan
 
+ROOT = Path(__file__).parent.parent
+
 # Stands in for `python -m serve.server`. What it does is written in $FAKE/events, each event with the role that its
 # config's card stands for; a file named ROLE.KNOB there turns a knob: `broken` ends it at once, `lazy` never loads the
 # model, `fresh` gives the arena a creator.
@@ -74,6 +76,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer((asked_for.host, int(asked_for.port)), Handler).serve_forever()
 """
 
+# What leads from a launcher's command to the fake engine of these tests, in the place of Strata's server and engine.
+FAKE_SERVER = f"""#!{sys.executable}
+import json, os, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+with open(given["--config"]) as file:
+    config = json.load(file)
+http = ["--http", given["--port"], "--slot-save-path", config["slot_save_path"]]
+os.chdir({str(ROOT)!r})
+os.execv(sys.executable, [sys.executable, "-m", "tests.fake_strata", *http, *config["args"]])
+"""
+FAKE_ENGINE = f"""#!{sys.executable}
+import os, sys
+os.chdir({str(ROOT)!r})
+os.execv(sys.executable, [sys.executable, "-m", "tests.fake_strata", *sys.argv[1:]])
+"""
+
 PACK_BYTES = 1000
 
 
@@ -110,6 +128,13 @@ class StrataBench:
         tree = {"exe": "strata", "args": args, "log": "engine.log", "split_serve": pair, **keys}
         self.run_config.write_text(json.dumps(tree))
         return self.run_config
+
+    def with_fakes(self) -> None:
+        """Put the fake engine in the place of server and program: a pair of them answers requests."""
+        self.server.write_text(FAKE_SERVER)
+        program = self.checkout / "strata"
+        program.write_text(FAKE_ENGINE)
+        program.chmod(0o755)
 
     def config(self, **strata: Any) -> Config:
         table = {"config": str(self.run_config), "command": ["./serve"], "log_dir": str(self.folder / "logs"), **strata}

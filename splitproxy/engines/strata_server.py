@@ -147,13 +147,15 @@ class StrataServer(HttpEngine):
         frame = len(await self.render(_chat("")))
         room = round(length_tokens * self._bytes_per_token) - frame
         body = _chat(text.encode()[: max(room, 1)].decode(errors="ignore"))
+        return Prompt(await self._tokens(body), Ask(Api.CHAT, CHAT, body, chat=body))
+
+    async def _tokens(self, body: bytes) -> Tokens:
         rendered = await self.render(body)
-        tokens = await self._encode(rendered) if self._encode is not None else await self.tokenize(rendered)
-        return Prompt(tokens, Ask(Api.CHAT, CHAT, body, chat=body))
+        return await self._encode(rendered) if self._encode is not None else await self.tokenize(rendered)
 
     async def reads_alike(self, text: str, prompt: Prompt) -> bool:
-        """Ids are nobody's here: the templates were compared, and a session file holds what was read."""
-        return (await self.trial(text, len(prompt))).ask.body == prompt.ask.body
+        """Ids are nobody's here: what differs is the template, or how many bytes this server's tokens have."""
+        return await self._tokens(prompt.ask.body) == prompt.tokens
 
     # -- a session on its way ------------------------------------------------------------------------------------------
 
