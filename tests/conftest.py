@@ -1,11 +1,13 @@
 """Fixtures that start engines, fake and real, and end them with the test."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, settings
 
 from tests import live
@@ -15,6 +17,18 @@ from tests.fake_strata_server import FakeStrata
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+# These run on both event loops that the proxy may run on; all others on asyncio's own.
+ON_BOTH_LOOPS = frozenset({"test_answers.py", "test_flow.py"})
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The event loops of a test, by name."""
+    fast = {"uvloop": uvloop.new_event_loop} if item.path.name in ON_BOTH_LOOPS else {}
+    return {"asyncio": asyncio.new_event_loop, **fast}
 
 
 @pytest.fixture
