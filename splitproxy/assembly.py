@@ -123,8 +123,6 @@ async def assembled(
     """
     split = settings.split
     limit_bytes = split.max_session_mib * MIB or store.free_bytes() // 2
-    ledger = Ledger(limit_bytes, store.can_hold)
-    admission = Admission(ledger, settings.queue.max)
     tokenizer = made if made is not None else await asyncio.to_thread(make_tokenizer, settings)
     async with AsyncExitStack() as stack:
         stack.callback(tokenizer.close)
@@ -134,6 +132,9 @@ async def assembled(
             engine = (make_prefill_engine if prefills else make_engine)(table, store, tokenizer.encode)
             stack.push_async_callback(engine.close)
             engines[table.name] = (engine, table.role)
+        spare_bytes = max((engine.spare_bytes for engine, _ in engines.values()), default=0)
+        ledger = Ledger(limit_bytes, lambda session_bytes: store.can_hold(session_bytes + spare_bytes))
+        admission = Admission(ledger, settings.queue.max)
         probe_tokens = 0 if split.policy is Policy.NEVER else split.probe_tokens
         fleet = Fleet(engines, ledger, admission, deadlines(split), probe_tokens, store.sweep, tokenizer.meet)
         rules = Rules(split.policy, split.min_prompt_tokens, split.force_handover_tokens, split.stall_weight)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from splitproxy import health, slots
-from splitproxy.engines import llama_server
+from splitproxy.engines import llama_server, strata_server
 from splitproxy.model import EngineState, PairState
 from tests.fake_engine import FakeEngine
 from tests.harness import CHAT, FLOOR, SPLITTABLE, Reply, Running, body, needs, proxy, right_text, until, words
@@ -452,7 +452,8 @@ async def test_a_prefill_engine_that_does_not_stop_is_not_waited_for(
 
 async def test_an_engine_that_stands_still_is_noticed(fake: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that takes connections and does nothing is given up after two looks at its health."""
-    monkeypatch.setattr(llama_server, "HEALTH_TIMEOUT_S", 0.1)
+    for module in (llama_server, strata_server):
+        monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 0.1)
     reader, writer = await fake(), await fake()
     async with proxy(reader, writer) as p:
         reader.knobs.health.hang = True

@@ -265,7 +265,7 @@ async def test_who_cannot_wait_is_told_in_its_apis_words(fake: Start, kind: str,
 @pytest.mark.parametrize("path", ASKED)
 @BOTH_KINDS
 async def test_who_waits_in_a_stream_is_kept_alive(fake: Start, kind: str, path: str) -> None:
-    """A stream that waits for a slot hears something in its API's own way, and gets its answer afterwards."""
+    """A stream that waits for a slot hears something in its API's own way, and gets its answer afterwards (S13)."""
     needs(kind, path)
     writer = await fake()
     async with proxy(None, writer, keep_alive_s=0.02) as p:

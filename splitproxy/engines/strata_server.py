@@ -34,6 +34,7 @@ from splitproxy.sse import MEDIA_TYPE, EventReader, is_comment
 log = logging.getLogger(__name__)
 
 COUNT_TIMEOUT_S = 60.0
+HEALTH_TIMEOUT_S = 2.0  # it answers this while its engine computes or loads
 CHAT, COUNT = "/v1/chat/completions", "/v1/messages/count_tokens"
 # What a template puts behind the last turn's beginning, at most: the answer's header, and perhaps an empty thought.
 LAST_TURN_TOKENS = 64
@@ -69,7 +70,7 @@ class StrataServer(HttpEngine):
 
     async def health(self) -> EngineState:
         try:
-            told = await self.json(Step.CONTROL, "GET", "/health")
+            told = await self.json(Step.CONTROL, "GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
         except EngineError as error:
             return EngineState.LOADING if error.status == 503 else EngineState.DOWN
         return EngineState.READY if told.get("loaded", True) else EngineState.UNLOADED
