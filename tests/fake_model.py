@@ -93,7 +93,7 @@ class Weights:
         """The tokens that follow this memory, without end; each is remembered before the next."""
         state = hashlib.blake2b(array("i", memory).tobytes(), key=self.seed.to_bytes(4, "little"), digest_size=8)
         while True:
-            sample = Sample(state.copy().digest())
+            sample = Sample(state.copy().digest(), self.seed)
             yield sample
             state.update(self.word(sample.token).to_bytes(4, "little"))
 
@@ -103,6 +103,7 @@ class Sample:
     """One sampled token, with the figures that a caller may ask for."""
 
     digest: bytes
+    seed: int = 1  # of the model: two of them never give the same figures, though now and then the same token
 
     @property
     def token(self) -> int:
@@ -112,7 +113,7 @@ class Sample:
         """The most likely tokens and their log probabilities, the sampled one first."""
         first = self.digest[0] % len(ALPHABET)
         likely = [ALPHABET[(first + n) % len(ALPHABET)] for n in range(min(max(count, 1), len(ALPHABET)))]
-        return [(token, -0.5 - n - self.digest[1] / 1024) for n, token in enumerate(likely)]
+        return [(token, -0.5 * self.seed - n - self.digest[1] / 1024) for n, token in enumerate(likely)]
 
 
 @dataclass(slots=True)
