@@ -777,13 +777,13 @@ def _is_part(small: Any, large: Any) -> bool:
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("kind", ["dense", "sliding", "hybrid"])
+@pytest.mark.parametrize("memory", ["dense", "sliding", "hybrid"])
 async def test_it_reuses_as_the_real_engine(
-    live_engine: Callable[..., LiveEngine], fake: Start, talk: Talk, tmp_path: Path, kind: str
+    live_engine: Callable[..., LiveEngine], fake: Start, talk: Talk, tmp_path: Path, memory: str
 ) -> None:
     """For each kind of memory the fake reads again what the real engine reads again, restored or continued."""
     flags = ("-np", "1", "-c", "4096", "-cram", "0", "--ctx-checkpoints", "4", "--slot-save-path", str(tmp_path))
-    urls = [live_engine(tiny_model(kind), *flags).url, (await fake(memory=kind)).url]
+    urls = [live_engine(tiny_model(memory), *flags).url, (await fake(memory=memory)).url]
     prompt = [token % 50 + 40 for token in range(1500)]
     assert await cached_counts(talk, urls[0], prompt) == await cached_counts(talk, urls[1], prompt)
 
