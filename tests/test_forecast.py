@@ -208,3 +208,19 @@ def test_sessions_on_their_way_are_known(forecast: Forecast, clock: Clock) -> No
         first.begin(Phase.READING)
         clock.now += 1
         assert forecast.decode_view(DecodeView("w", 0, 8192, 1), 10).coming_s == (3, 6, 1)
+
+
+def test_a_reading_that_begins_is_known_better(forecast: Forecast, clock: Clock) -> None:
+    """What a slot really holds, and what lies beside it, is certain when its reading begins: the forecast follows."""
+    for held, beside, ms in ((0, 0, 1000), (0, 8000, 2000), (4000, 0, 3000)):
+        for count in (50, 500, 1000):
+            forecast.speeds.learn_reading("w", Reading(held, count, beside), ms * count / 1000)
+    with forecast.job("w", 0.1) as job:
+        assert forecast.backlog_s("w") == pytest.approx(0.1)
+        job.begin(Phase.READING, reads=Reading(0, 1000, 8000))
+        assert forecast.backlog_s("w") == pytest.approx(2.0, rel=0.2)
+        clock.now += 1
+        assert forecast.backlog_s("w") == pytest.approx(1.0, rel=0.4)
+    with forecast.job("v", 0.1) as job:
+        job.begin(Phase.READING, reads=Reading(0, 1000))
+        assert forecast.backlog_s("v") == pytest.approx(0.1), "an engine of which nothing is known keeps its guess"
