@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.interference import PLACES, READS, engine
-from splitproxy.app import listening
-from splitproxy.assembly import Proxy, assembled
+from splitproxy.books.sessions import SessionStore, fresh_dir
 from splitproxy.config import Config
 from splitproxy.model import Outcome, PairState, RequestRecord
-from splitproxy.sessions import SessionStore, fresh_dir
+from splitproxy.serve.app import listening
+from splitproxy.serve.assembly import Proxy, assembled
 from tests import models
 
 CLIENTS = 10

@@ -18,15 +18,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from splitproxy.adapter import Deadlines
-from splitproxy.admission import Admission
+from splitproxy.books.admission import Admission
+from splitproxy.books.ledger import Holding, Ledger
+from splitproxy.books.sessions import SessionStore
+from splitproxy.decide.router import Demand, Rules, decide
+from splitproxy.decide.speeds import Reading
+from splitproxy.engines.adapter import Deadlines
 from splitproxy.engines.llama_server import LlamaServer
-from splitproxy.fleet import Fleet
-from splitproxy.ledger import Holding, Ledger
+from splitproxy.fleet.fleet import Fleet
 from splitproxy.model import EngineState, PairState, Policy, Role, Tokens
-from splitproxy.router import Demand, Rules, decide
-from splitproxy.sessions import SessionStore
-from splitproxy.speeds import Reading
 
 SLOTS, HELD_TOKENS = 8, 128 * 1024
 BUDGET_MS = 0.2

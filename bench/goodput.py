@@ -25,18 +25,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.stands import machine
-from splitproxy.adapter import Engine
-from splitproxy.app import listening
-from splitproxy.assembly import assembled
-from splitproxy.bench import words_per_token
+from splitproxy.books.sessions import SessionStore, fresh_dir
 from splitproxy.config import Config
+from splitproxy.engines.adapter import Engine
 from splitproxy.engines.llama_server import LlamaServer
-from splitproxy.launch import Launcher, physical_cores
-from splitproxy.load import Caller, client_session, open_loop
-from splitproxy.measures import Limits, Sample, summarize
-from splitproxy.mixes import Prompt, plan
+from splitproxy.measure.bench import words_per_token
+from splitproxy.measure.load import Caller, client_session, open_loop
+from splitproxy.measure.measures import Limits, Sample, summarize
+from splitproxy.measure.mixes import Prompt, plan
 from splitproxy.model import Role
-from splitproxy.sessions import SessionStore, fresh_dir
+from splitproxy.run.launch import Launcher, physical_cores
+from splitproxy.serve.app import listening
+from splitproxy.serve.assembly import assembled
 from tests.live import engine
 from tests.models import MID, SMALL, tiny_model
 

@@ -40,11 +40,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from splitproxy.app import listening
-from splitproxy.assembly import Proxy, assembled
+from splitproxy.books.sessions import SessionStore, fresh_dir
 from splitproxy.config import Config
 from splitproxy.model import PairState
-from splitproxy.sessions import SessionStore, fresh_dir
+from splitproxy.serve.app import listening
+from splitproxy.serve.assembly import Proxy, assembled
 from tests import models
 
 AIM_FACTOR = 1.5

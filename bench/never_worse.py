@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.stands import EQUAL, REAL, SLOW_SAVE, SMOLLM2, STANDS, Stand, machine
-from splitproxy.load import open_loop
-from splitproxy.measures import Limits, Sample
-from splitproxy.mixes import Prompt
+from splitproxy.measure.load import open_loop
+from splitproxy.measure.measures import Limits, Sample
+from splitproxy.measure.mixes import Prompt
 from splitproxy.model import Policy
 
 ARMS = (Policy.AUTO, Policy.ALWAYS, Policy.NEVER)

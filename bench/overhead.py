@@ -31,17 +31,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from splitproxy.adapter import Answer, Call, Deadlines, Engine, Take
-from splitproxy.adapter import Progress as Told
-from splitproxy.app import listening
-from splitproxy.assembly import Proxy, assembled, deadlines
+from splitproxy.books.sessions import SessionStore, fresh_dir
 from splitproxy.config import Config
-from splitproxy.demo import demo_model
+from splitproxy.engines.adapter import Answer, Call, Deadlines, Engine, Take
+from splitproxy.engines.adapter import Progress as Told
 from splitproxy.engines.llama_server import LlamaServer
 from splitproxy.errors import Step
-from splitproxy.launch import Launcher
 from splitproxy.model import PairState, RequestRecord, Role, Ticket, Tokens
-from splitproxy.sessions import SessionStore, fresh_dir
+from splitproxy.run.demo import demo_model
+from splitproxy.run.launch import Launcher
+from splitproxy.serve.app import listening
+from splitproxy.serve.assembly import Proxy, assembled, deadlines
 
 BUDGET_MS = 30.0
 ANSWER_TOKENS = 4

@@ -20,9 +20,9 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.stands import REAL, SMOLLM2, STANDS, Stand, machine
-from splitproxy.load import open_loop
-from splitproxy.measures import percentile
-from splitproxy.mixes import Prompt
+from splitproxy.measure.load import open_loop
+from splitproxy.measure.measures import percentile
+from splitproxy.measure.mixes import Prompt
 from splitproxy.model import Policy, RequestRecord
 
 LENGTHS = {REAL: (100, 2500), SMOLLM2: (80, 900)}

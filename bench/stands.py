@@ -17,16 +17,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from splitproxy.app import listening
-from splitproxy.assembly import Proxy, assembled
-from splitproxy.bench import words_per_token
+from splitproxy.books.sessions import SessionStore, fresh_dir
 from splitproxy.config import Config
-from splitproxy.demo import demo_model
-from splitproxy.launch import Launcher
-from splitproxy.load import Caller, client_session
+from splitproxy.decide.speeds import Reading
+from splitproxy.measure.bench import words_per_token
+from splitproxy.measure.load import Caller, client_session
 from splitproxy.model import Policy, RequestRecord, Role
-from splitproxy.sessions import SessionStore, fresh_dir
-from splitproxy.speeds import Reading
+from splitproxy.run.demo import demo_model
+from splitproxy.run.launch import Launcher
+from splitproxy.serve.app import listening
+from splitproxy.serve.assembly import Proxy, assembled
 from tests.fake_engine import FakeEngine
 from tests.models import SMALL, tiny_model
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from splitproxy.books.ledger import Holding
+from splitproxy.books.sessions import SessionStore, fresh_dir
 from splitproxy.engines.llama_server import LlamaServer
-from splitproxy.ledger import Holding
 from splitproxy.model import Tokens
-from splitproxy.sessions import SessionStore, fresh_dir
-from splitproxy.tokenize import INLINE_CHARACTERS, LocalTokenizer
-from splitproxy.vocab import gguf_file
-from splitproxy.vocab.codec import Codec
+from splitproxy.tokens import gguf_file
+from splitproxy.tokens.codec import Codec
+from splitproxy.tokens.tokenize import INLINE_CHARACTERS, LocalTokenizer
 from tests import live
 from tests.vocabularies import model_of, qwen
 

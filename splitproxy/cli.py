@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitproxy import __version__
-from splitproxy.adapter import PrefillEngine
-from splitproxy.app import listening
-from splitproxy.assembly import assembled, deadlines, make_engine, make_prefill_engine, make_tokenizer
+from splitproxy.books.sessions import DEFAULT_DIR, SessionStore, fresh_dir
 from splitproxy.config import Config, load
+from splitproxy.engines.adapter import PrefillEngine
 from splitproxy.errors import ConfigError, EngineError, LaunchError
+from splitproxy.fleet.probe import Probe
+from splitproxy.measure.payoff import Ladder, Payoff, lengths
 from splitproxy.model import Policy, Role
-from splitproxy.payoff import Ladder, Payoff, lengths
-from splitproxy.probe import Probe
-from splitproxy.sessions import DEFAULT_DIR, SessionStore, fresh_dir
+from splitproxy.serve.app import listening
+from splitproxy.serve.assembly import assembled, deadlines, make_engine, make_prefill_engine, make_tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from splitproxy.launch import Launcher
-    from splitproxy.strata.launch import StrataLauncher
+    from splitproxy.run.launch import Launcher
+    from splitproxy.run.strata.launch import StrataLauncher
 
 log = logging.getLogger("splitproxy")
 
@@ -180,7 +180,7 @@ async def _up(options: argparse.Namespace) -> int:
     # The terminal's tables are loaded by the commands that draw them: a proxy that serves for months needs none.
     from rich.console import Console
 
-    from splitproxy import screen
+    from splitproxy.measure import screen
 
     console = Console()
     config, launcher_in = _launching(load(options.config, os.environ, _up_settings(options)))
@@ -213,7 +213,7 @@ def _up_settings(options: argparse.Namespace) -> list[str]:
     """The command line's settings; with --demo the model is fetched first."""
     settings = list(options.set)
     if options.demo:
-        from splitproxy.demo import demo_model
+        from splitproxy.run.demo import demo_model
 
         settings.append(f"launch.model={demo_model()}")
     elif options.strata is not None:
@@ -228,9 +228,9 @@ def _launching(config: Config) -> "tuple[Config, Callable[[Path], Launcher | Str
 
     Raises ConfigError.
     """
-    from splitproxy.launch import Launcher
-    from splitproxy.strata.launch import StrataLauncher
-    from splitproxy.strata.plan import plan
+    from splitproxy.run.launch import Launcher
+    from splitproxy.run.strata.launch import StrataLauncher
+    from splitproxy.run.strata.plan import plan
 
     if config.strata is None:
         return config, partial(Launcher, config)
@@ -262,7 +262,7 @@ async def _unless(stopping: "asyncio.Task[None]", work: Coroutine[Any, Any, None
 async def _check(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from splitproxy import charts, screen
+    from splitproxy.measure import charts, screen
 
     console = Console()
     config = _with_engines(load(options.config, os.environ, options.set))
@@ -305,7 +305,7 @@ async def _pays(console: "Console", ladder: Ladder, options: argparse.Namespace)
     """The second half of `check`: prompts of growing length, both ways."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from splitproxy import charts
+    from splitproxy.measure import charts
 
     context = min((await ladder.source.identify()).context, (await ladder.target.identify()).context)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -333,9 +333,9 @@ async def _bench(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from splitproxy import charts
-    from splitproxy.bench import Load, benching
-    from splitproxy.measures import Limits
+    from splitproxy.measure import charts
+    from splitproxy.measure.bench import Load, benching
+    from splitproxy.measure.measures import Limits
 
     console = Console()
     config = _with_engines(load(options.config, os.environ, options.set))

@@ -12,13 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from splitproxy import fleet, health, pairs, slots
-from splitproxy.app import listening
-from splitproxy.assembly import Proxy, assembled
+from splitproxy.books.sessions import SessionStore
 from splitproxy.config import Config
 from splitproxy.engines import strata_server
+from splitproxy.fleet import fleet, health, pairs, slots
 from splitproxy.model import EngineState, PairState, RequestRecord, Role
-from splitproxy.sessions import SessionStore
+from splitproxy.serve.app import listening
+from splitproxy.serve.assembly import Proxy, assembled
 from tests.fake_engine import FakeEngine
 from tests.fake_model import Weights, piece, render, tokenize
 

@@ -13,11 +13,11 @@ from typing import Any
 import aiohttp
 import orjson
 
-from splitproxy.app import listening
-from splitproxy.assembly import Proxy, assembled
+from splitproxy.books.sessions import SessionStore
 from splitproxy.config import Config
 from splitproxy.model import PairState, RequestRecord
-from splitproxy.sessions import SessionStore
+from splitproxy.serve.app import listening
+from splitproxy.serve.assembly import Proxy, assembled
 from tests.models import COMMON_WORDS
 
 WAIT_S = 60.0

@@ -9,8 +9,8 @@ from typing import Any
 
 from splitproxy.config import Config
 from splitproxy.model import Role
-from splitproxy.strata.launch import StrataLauncher
-from splitproxy.strata.plan import Plan, plan
+from splitproxy.run.strata.launch import StrataLauncher
+from splitproxy.run.strata.plan import Plan, plan
 
 ROOT = Path(__file__).parent.parent
 

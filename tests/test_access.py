@@ -4,7 +4,6 @@ from dataclasses import fields
 
 import orjson
 
-from splitproxy import access
 from splitproxy.model import (
     Api,
     Failure,
@@ -16,6 +15,7 @@ from splitproxy.model import (
     Route,
     RouteKind,
 )
+from splitproxy.serve import access
 
 HANDED_OVER = RequestRecord(
     request_id="abc123",

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from splitproxy.adapter import to_the_end
+from splitproxy.engines.adapter import to_the_end
 
 
 class Work:

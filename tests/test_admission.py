@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from splitproxy.admission import Admission, Turn
+from splitproxy.books.admission import Admission, Turn
+from splitproxy.books.ledger import NOTHING, Lease, Ledger
 from splitproxy.errors import Fault, RequestError
-from splitproxy.ledger import NOTHING, Lease, Ledger
 from splitproxy.model import Role
 
 CONTEXT = 1000

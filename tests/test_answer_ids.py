@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from splitproxy.answer_ids import IdReader
+from splitproxy.api.answer_ids import IdReader
 from splitproxy.model import Tokens
 
 

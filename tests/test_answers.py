@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from splitproxy.adapter import Answer, Call
 from splitproxy.engines import answers
+from splitproxy.engines.adapter import Answer, Call
 from splitproxy.engines.answers import AnswerClient
 from splitproxy.errors import Cause, EngineError, Step
 from tests.harness import until

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from splitproxy.app import listening
-from splitproxy.assembly import assembled
+from splitproxy.books.sessions import SessionStore
 from splitproxy.errors import LaunchError
-from splitproxy.sessions import SessionStore
+from splitproxy.serve.app import listening
+from splitproxy.serve.assembly import assembled
 from tests.harness import configured
 
 NOBODY = "http://127.0.0.1:9"

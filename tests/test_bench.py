@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from splitproxy.bench import SPLIT, UNSPLIT, Bench, Load, benching
+from splitproxy.books.sessions import SessionStore
 from splitproxy.errors import LaunchError
-from splitproxy.load import Caller, client_session, closed_loop
-from splitproxy.measures import Limits
-from splitproxy.mixes import Prompt, plan
+from splitproxy.measure.bench import SPLIT, UNSPLIT, Bench, Load, benching
+from splitproxy.measure.load import Caller, client_session, closed_loop
+from splitproxy.measure.measures import Limits
+from splitproxy.measure.mixes import Prompt, plan
 from splitproxy.model import Policy
-from splitproxy.sessions import SessionStore
 from tests.fake_engine import FakeEngine
 from tests.harness import configured
 

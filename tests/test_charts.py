@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from splitproxy import charts
 from splitproxy.errors import LaunchError
-from splitproxy.measures import Limits, Sample, Summary, summarize
-from splitproxy.payoff import Payoff, Rung
+from splitproxy.measure import charts
+from splitproxy.measure.measures import Limits, Sample, Summary, summarize
+from splitproxy.measure.payoff import Payoff, Rung
 
 TITLE = "documents, 0.5 requests/s"
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import orjson
 import pytest
 
-from splitproxy.client import Client, ClientLeft, Headers
+from splitproxy.api.client import Client, ClientLeft, Headers
 from splitproxy.errors import Fault, RequestError
 from splitproxy.model import Api
 

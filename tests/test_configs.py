@@ -18,9 +18,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from splitproxy.config import Config, load
-from splitproxy.flags import launch_faults
 from splitproxy.model import Role
-from splitproxy.strata.runconfig import parse
+from splitproxy.run.flags import launch_faults
+from splitproxy.run.strata.runconfig import parse
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from splitproxy.demo import SMOLLM2, ModelWheel, demo_model
 from splitproxy.errors import LaunchError
+from splitproxy.run.demo import SMOLLM2, ModelWheel, demo_model
 
 MODEL = b"GGUF" + bytes(range(256)) * 64
 

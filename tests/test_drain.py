@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from splitproxy.drain import Drain
 from splitproxy.errors import Fault, RequestError
+from splitproxy.serve.drain import Drain
 
 
 async def hang(drain: Drain) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from splitproxy import health, slots
 from splitproxy.engines import llama_server, strata_server
+from splitproxy.fleet import health, slots
 from splitproxy.model import EngineState, PairState
 from tests.fake_engine import FakeEngine
 from tests.harness import CHAT, FLOOR, SPLITTABLE, Reply, Running, body, needs, proxy, right_text, until, words

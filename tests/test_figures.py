@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitproxy.figures import FigureReader, Rewrite, whole_request
+from splitproxy.api.figures import FigureReader, Rewrite, whole_request
 from splitproxy.model import Figures, HandoverFigures
 from tests.splits import cut, cuts
 

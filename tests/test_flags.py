@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from splitproxy import flags
 from splitproxy.config import Launch
 from splitproxy.model import Role
+from splitproxy.run import flags
 
 BASE = {"model": "/m.gguf"}
 BOTH = "-m /m.gguf --host 127.0.0.1 --port 9 -c 8192 --slot-save-path /ram/ --slots --metrics"

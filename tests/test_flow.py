@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bench.idle import EVENT, Engine, request
-from splitproxy.app import listening
-from splitproxy.assembly import assembled
+from splitproxy.books.sessions import SessionStore
 from splitproxy.engines.http1 import AnswerReader
-from splitproxy.sessions import SessionStore
+from splitproxy.serve.app import listening
+from splitproxy.serve.assembly import assembled
 from tests.harness import TEST_S, configured, until
 
 FLOOD_BYTES = 64_000_000  # several times what all buffers of two connections hold

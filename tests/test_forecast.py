@@ -5,9 +5,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from splitproxy.forecast import Forecast, Phase
+from splitproxy.decide.forecast import Forecast, Phase
+from splitproxy.decide.speeds import Reading
 from splitproxy.model import Api, Ask, DecodeView, PairState, PrefillView, Reason, Route, RouteKind, Tokens
-from splitproxy.speeds import Reading
 
 ASK = Ask(Api.CHAT, "/v1/chat/completions", b"{}", stream=True, max_tokens=10)
 

@@ -6,13 +6,14 @@ from typing import cast
 
 import pytest
 
-from splitproxy import growth, watch
-from splitproxy.adapter import Engine, SlotState
+from splitproxy.books import growth
+from splitproxy.books.growth import Share
+from splitproxy.books.ledger import NOTHING, Lease, Ledger
+from splitproxy.engines.adapter import Engine, SlotState
 from splitproxy.errors import Fault, RequestError
-from splitproxy.growth import Share
-from splitproxy.ledger import NOTHING, Lease, Ledger
+from splitproxy.fleet import watch
+from splitproxy.fleet.watch import SlotWatch
 from splitproxy.model import Role
-from splitproxy.watch import SlotWatch
 from tests.harness import until
 
 CONTEXT = 1000

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from splitproxy.adapter import Deadlines, Engine, Progress
+from splitproxy.engines.adapter import Deadlines, Engine, Progress
 from splitproxy.errors import Cause, EngineError, Step
-from splitproxy.handover import ENDS, MOVES, Event, Handover, IllegalMove, Stage, move
 from splitproxy.model import Api, Ask, Failure, Prompt, Redeemed, Ticket, Tokens
+from splitproxy.serve.handover import ENDS, MOVES, Event, Handover, IllegalMove, Stage, move
 
 DEADLINES = Deadlines(1, 1, 1)
 PROMPT = Prompt(Tokens(range(100)), Ask(Api.CHAT, "/v1/chat/completions", b"{}"))

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from splitproxy import launch as launch_module
-from splitproxy import processes
 from splitproxy.config import Config
 from splitproxy.errors import ConfigError, LaunchError
-from splitproxy.launch import Launcher, engine_program
 from splitproxy.model import Kind, Role
-from splitproxy.processes import heal_delay_s, local_engines
+from splitproxy.run import launch as launch_module
+from splitproxy.run import processes
+from splitproxy.run.launch import Launcher, engine_program
+from splitproxy.run.processes import heal_delay_s, local_engines
 from tests import models
 
 WAIT_S = 30.0
@@ -298,7 +298,7 @@ async def test_dead_engine_is_started_again(
         assert bench.pid(other) == untouched
         assert told == [role.value]
     assert told == [role.value]
-    records = [record for record in caplog.records if record.name == "splitproxy.processes"]
+    records = [record for record in caplog.records if record.name == "splitproxy.run.processes"]
     assert [record.levelno for record in records if record.levelno >= logging.WARNING] == [level]
     assert "SIGKILL" in records[0].getMessage()
 
@@ -392,7 +392,7 @@ async def test_stop_while_healing_leaves_nothing(bench: Bench) -> None:
 PARENT = """
 import asyncio, pathlib, sys
 from splitproxy.config import load
-from splitproxy.launch import Launcher
+from splitproxy.run.launch import Launcher
 
 async def main():
     config = load(None, {}, sys.argv[2:])

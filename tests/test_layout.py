@@ -30,17 +30,17 @@ ACTING = {
     *("aiohttp", "asyncio", "concurrent", "http", "logging", "multiprocessing", "os", "prometheus_client", "shutil"),
     *("signal", "socket", "ssl", "subprocess", "tempfile", "threading"),
 }
-EXCEPTIONS = {("adapter", "asyncio")}  # `to_the_end` is part of what an engine's methods promise
+EXCEPTIONS = {("engines.adapter", "asyncio")}  # `to_the_end` is part of what an engine's methods promise
 
 # Libraries that only these modules know.
 KNOWN_TO = {
-    "aiohttp": {"app", "engines.http", "load", "processes"},
+    "aiohttp": {"serve.app", "engines.http", "measure.load", "run.processes"},
     "jinja2": {"engines.strata_prompt"},
-    "matplotlib": {"charts"},
-    "prometheus_client": {"metrics"},
-    "pydantic": {"checked", "config", "strata.runconfig"},
-    "rich": {"charts", "cli", "demo", "screen"},
-    "tiktoken": {"vocab.codec", "vocab.rank_file"},
+    "matplotlib": {"measure.charts"},
+    "prometheus_client": {"serve.metrics"},
+    "pydantic": {"checked", "config", "run.strata.runconfig"},
+    "rich": {"measure.charts", "cli", "run.demo", "measure.screen"},
+    "tiktoken": {"tokens.codec", "tokens.rank_file"},
     "uvloop": {"cli"},
     "xllamacpp": {"engines.embedded"},
 }
@@ -48,32 +48,32 @@ KNOWN_TO = {
 # Modules whose tests have another name than theirs.
 TESTED_IN = {
     "__main__": "test_live_up.py",
-    "assembly": "test_exchange.py",
-    "status": "test_exchange.py",
-    "charts": "test_bench.py",
+    "serve.assembly": "test_exchange.py",
+    "serve.status": "test_exchange.py",
+    "measure.charts": "test_bench.py",
     "checked": "test_config.py",
     "cli": "test_live_up.py",
     "engines.http": "test_llama_server.py",
     "engines.strata_pipe": "test_strata_process.py",
-    "fleet": "test_faults.py",
-    "growth": "test_many.py",
-    "health": "test_faults.py",
-    "load": "test_bench.py",
-    "processes": "test_launch.py",
-    "member": "test_faults.py",
-    "pairs": "test_faults.py",
-    "request": "test_exchange.py",
-    "screen": "test_live_up.py",
-    "service": "test_exchange.py",
-    "slots": "test_cancel.py",
-    "vocab.gguf_file": "test_vocab_codec.py",
-    "vocab.hf_file": "test_vocab_files.py",
-    "vocab.names": "test_vocab_files.py",
-    "vocab.patterns": "test_vocab_files.py",
-    "vocab.rank_file": "test_vocab_files.py",
-    "vocab.trials": "test_tokenize.py",
-    "vocab.vocabulary": "test_vocab_files.py",
-    "watch": "test_many.py",
+    "fleet.fleet": "test_faults.py",
+    "books.growth": "test_many.py",
+    "fleet.health": "test_faults.py",
+    "measure.load": "test_bench.py",
+    "run.processes": "test_launch.py",
+    "fleet.member": "test_faults.py",
+    "fleet.pairs": "test_faults.py",
+    "serve.request": "test_exchange.py",
+    "measure.screen": "test_live_up.py",
+    "serve.service": "test_exchange.py",
+    "fleet.slots": "test_cancel.py",
+    "tokens.gguf_file": "test_tokens_codec.py",
+    "tokens.hf_file": "test_tokens_files.py",
+    "tokens.names": "test_tokens_files.py",
+    "tokens.patterns": "test_tokens_files.py",
+    "tokens.rank_file": "test_tokens_files.py",
+    "tokens.trials": "test_tokenize.py",
+    "tokens.vocabulary": "test_tokens_files.py",
+    "fleet.watch": "test_many.py",
 }
 # Modules whose tests have yet to be written. None is to stay here.
 AWAITED: set[str] = set()
@@ -146,7 +146,8 @@ def test_a_library_is_known_to_few(library: str) -> None:
 )
 def test_every_module_has_its_tests(module: str) -> None:
     """Where a module's tests are can be told from its name, or from the table."""
-    named = (f"test_{module.replace('.', '_')}.py", f"test_{module.rpartition('.')[2]}.py")
+    parts = module.split(".")
+    named = tuple(f"test_{'_'.join(parts[first:])}.py" for first in range(len(parts)))
     names = (TESTED_IN[module],) if module in TESTED_IN else named
     assert any((TESTS / name).is_file() for name in names), f"none of {names}"
 

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from splitproxy.ledger import EMPTY, NOTHING, Holding, Lease, Ledger, SlotCount
+from splitproxy.books.ledger import EMPTY, NOTHING, Holding, Lease, Ledger, SlotCount
 from splitproxy.model import Role, Tokens
 
 CONTEXT = 1000

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from splitproxy import app
+from splitproxy.serve import app
 from tests.fake_engine import FakeEngine
 from tests.harness import CHAT, COMPLETIONS, FLOOR, NATIVE, Reply, Running, body, proxy, right_text, until, words
 

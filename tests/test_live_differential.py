@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from splitproxy.wire import read_ask
+from splitproxy.api.wire import read_ask
 from tests.live_pair import words
 from tests.live_served import FLOOR, Raw, Served, post, served
 

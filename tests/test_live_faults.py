@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from splitproxy import health
 from splitproxy.config import Config
-from splitproxy.launch import Launcher
+from splitproxy.fleet import health
 from splitproxy.model import Outcome, PairState, Role
+from splitproxy.run.launch import Launcher
 from tests import live, models
 from tests.live_pair import (
     READER_FLAGS,

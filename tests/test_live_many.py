@@ -20,8 +20,8 @@ import aiohttp
 import orjson
 import pytest
 
-from splitproxy import health
 from splitproxy.config import Config
+from splitproxy.fleet import health
 from splitproxy.model import PairState
 from tests import live, models
 from tests.live_pair import READER_FLAGS, Caller, Front, configured, processor_seconds, proxied, sessions, until, words

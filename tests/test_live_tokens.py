@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from splitproxy.books.sessions import SessionStore
 from splitproxy.config import Config
-from splitproxy.demo import demo_model
 from splitproxy.engines.llama_server import LlamaServer
-from splitproxy.sessions import SessionStore
-from splitproxy.tokenize import LocalTokenizer
-from splitproxy.vocab import gguf_file, rank_file
-from splitproxy.vocab.codec import Codec
-from splitproxy.vocab.patterns import PATTERNS
-from splitproxy.vocab.vocabulary import Vocabulary
+from splitproxy.run.demo import demo_model
+from splitproxy.tokens import gguf_file, rank_file
+from splitproxy.tokens.codec import Codec
+from splitproxy.tokens.patterns import PATTERNS
+from splitproxy.tokens.tokenize import LocalTokenizer
+from splitproxy.tokens.vocabulary import Vocabulary
 from tests import live
 from tests.live_pair import Caller, prompt, proxied, until
 from tests.models import tiny_model

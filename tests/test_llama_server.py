@@ -14,12 +14,12 @@ import orjson
 import pytest
 from aioresponses import CallbackResult, aioresponses
 
-from splitproxy.adapter import Call, Deadlines, SlotState
+from splitproxy.books.sessions import SessionStore
+from splitproxy.engines.adapter import Call, Deadlines, SlotState
 from splitproxy.engines.llama_server import LlamaServer
 from splitproxy.engines.slotfile import MAGIC
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, EngineState, Figures, InVain, Prompt, Ticket, Tokens
-from splitproxy.sessions import SessionStore
 from tests.harness import until
 from tests.raw_server import Exchange, Play, RawServer, raw_server
 

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from splitproxy.load import PATH, Caller, client_session, closed_loop, open_loop
-from splitproxy.measures import Sample
-from splitproxy.mixes import Prompt
+from splitproxy.measure.load import PATH, Caller, client_session, closed_loop, open_loop
+from splitproxy.measure.measures import Sample
+from splitproxy.measure.mixes import Prompt
 
 Pieces = tuple[bytes, ...]
 

@@ -11,9 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from splitproxy import growth, health, pairs, watch
+from splitproxy.books import growth
+from splitproxy.fleet import health, pairs, watch
 from splitproxy.model import EngineState, PairState, Tokens
-from splitproxy.request import falls_short
+from splitproxy.serve.request import falls_short
 from tests import fake_engine, harness
 from tests.fake_engine import FakeEngine
 from tests.harness import (

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from splitproxy.measures import Limits, Sample, bars, percentile, summarize
+from splitproxy.measure.measures import Limits, Sample, bars, percentile, summarize
 
 LIMITS = {"chat": Limits(1.0, 0.1), "document": Limits(5.0, 0.1)}
 

@@ -10,12 +10,11 @@ from typing import Any, cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from splitproxy.adapter import Deadlines, Engine
-from splitproxy.admission import Admission
+from splitproxy.books.admission import Admission
+from splitproxy.books.ledger import NOTHING, Holding, Ledger
+from splitproxy.engines.adapter import Deadlines, Engine
 from splitproxy.errors import Cause, RequestError, Step
-from splitproxy.fleet import Fleet
-from splitproxy.ledger import NOTHING, Holding, Ledger
-from splitproxy.metrics import CONTENT_TYPE, Metrics
+from splitproxy.fleet.fleet import Fleet
 from splitproxy.model import (
     GAP_BOUNDS_S,
     Api,
@@ -33,6 +32,7 @@ from splitproxy.model import (
     RouteKind,
     Tokens,
 )
+from splitproxy.serve.metrics import CONTENT_TYPE, Metrics
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "metrics.md"
 # What dashboards and alerts rely on.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from splitproxy.mixes import MIXES, plan
+from splitproxy.measure.mixes import MIXES, plan
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from splitproxy.adapter import Deadlines
+from splitproxy.books.sessions import SessionStore
+from splitproxy.engines.adapter import Deadlines
 from splitproxy.engines.llama_server import LlamaServer
 from splitproxy.errors import EngineError
-from splitproxy.payoff import PAYS_FACTOR, Ladder, Payoff, Rung, lengths
-from splitproxy.sessions import SessionStore
+from splitproxy.measure.payoff import PAYS_FACTOR, Ladder, Payoff, Rung, lengths
 from tests.fake_engine import FakeEngine
 
 Start = Callable[..., Awaitable[FakeEngine]]
@@ -102,7 +102,7 @@ async def test_prompts_that_would_take_too_long_are_left_out(
     fake: Start, session_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ladder stops where the next length is expected to take unreasonably long."""
-    monkeypatch.setattr("splitproxy.payoff.SLOWEST_S", 1.0)
+    monkeypatch.setattr("splitproxy.measure.payoff.SLOWEST_S", 1.0)
     async with climbing(fake, session_dir) as (ladder, reader, writer):
         reader.knobs.read_tps = writer.knobs.read_tps = 4000
         found = await ladder.climb([128, 256, 12000], 1)
@@ -115,7 +115,7 @@ async def test_a_stop_leaves_the_engines_clean(
     fake: Start, session_dir: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped in any step, both slots are empty afterwards, no session file is left, and what was measured is kept."""
-    monkeypatch.setattr("splitproxy.payoff.QUIET_LOOK_S", 0.02)
+    monkeypatch.setattr("splitproxy.measure.payoff.QUIET_LOOK_S", 0.02)
     async with climbing(fake, session_dir) as (ladder, reader, writer):
         busy = reader if stage in ("prefill", "save") else writer
         task = asyncio.create_task(ladder.climb([128, 256, 512], 1))

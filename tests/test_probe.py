@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from splitproxy.adapter import Deadlines, Engine, Progress, Sample
+from splitproxy.engines.adapter import Deadlines, Engine, Progress, Sample
 from splitproxy.errors import Cause, EngineError, Step
+from splitproxy.fleet.probe import Check, Probe, Report, compare
 from splitproxy.model import Api, Ask, Figures, Identity, InVain, Prompt, Redeemed, Ticket, Tokens
-from splitproxy.probe import Check, Probe, Report, compare
 
 DEADLINES = Deadlines(1, 1, 1)
 IDENTITY = Identity("b1", "n_params=1", "type=2", "abc", "bos=1", context=4096, slots=2)

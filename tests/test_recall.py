@@ -1,7 +1,7 @@
 """An engine is taken to revive conversations until it shows that it does not."""
 
+from splitproxy.decide.recall import PROMPTS, VERDICTS, Recall
 from splitproxy.model import Tokens
-from splitproxy.recall import PROMPTS, VERDICTS, Recall
 
 A, B = list(range(1000)), list(range(5000, 6000))
 

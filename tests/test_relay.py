@@ -6,15 +6,15 @@ from typing import Any, cast
 
 import pytest
 
-from splitproxy.adapter import Answer, Take
-from splitproxy.answer_ids import IdReader
-from splitproxy.client import Client
-from splitproxy.figures import FigureReader
-from splitproxy.forecast import Phase
+from splitproxy.api.answer_ids import IdReader
+from splitproxy.api.client import Client
+from splitproxy.api.figures import FigureReader
+from splitproxy.api.sse import is_comment
+from splitproxy.decide.forecast import Phase
+from splitproxy.engines.adapter import Answer, Take
 from splitproxy.model import Api
-from splitproxy.relay import Relay, pass_on
-from splitproxy.sse import is_comment
-from splitproxy.trace import Trace
+from splitproxy.serve.relay import Relay, pass_on
+from splitproxy.serve.trace import Trace
 
 FIGURES = b'data: {"timings":{"cache_n":1,"prompt_n":2}}\n\n'
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitproxy.decide.router import EVEN_FACTOR, Demand, Rules, decide
 from splitproxy.model import DecodeView, PairState, Policy, PrefillView, Reason, RouteKind
-from splitproxy.router import EVEN_FACTOR, Demand, Rules, decide
 
 LOCAL, HANDOVER = RouteKind.LOCAL, RouteKind.HANDOVER
 FLOOR = 100

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from splitproxy import sessions
+from splitproxy.books import sessions
+from splitproxy.books.sessions import SessionStore, fresh_dir
 from splitproxy.errors import ConfigError
-from splitproxy.sessions import SessionStore, fresh_dir
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_folder_has_one_owner_at_a_time(store: SessionStore, folder: Path) -> 
 def test_a_killed_owner_owns_nothing(folder: Path) -> None:
     """The lock ends with its process, however that ends; what it left is swept."""
     script = (
-        "import os, sys; from pathlib import Path; from splitproxy.sessions import SessionStore\n"
+        "import os, sys; from pathlib import Path; from splitproxy.books.sessions import SessionStore\n"
         f"store = SessionStore(Path({str(folder)!r})).open()\n"
         "(store.folder / store.new_name()).write_bytes(b'text'); os.kill(os.getpid(), 9)"
     )
@@ -293,8 +293,8 @@ def test_a_folder_that_a_killed_proxy_left_is_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, age_s: float, owned: bool, stays: bool
 ) -> None:
     """The next start removes a private folder that nobody owns, and no other."""
-    monkeypatch.setattr("splitproxy.sessions.SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr("splitproxy.sessions.MEMORY_NEEDED_BYTES", 0)
+    monkeypatch.setattr("splitproxy.books.sessions.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("splitproxy.books.sessions.MEMORY_NEEDED_BYTES", 0)
     left = fresh_dir()
     (left / f"splitproxy-{'0' * 32}.session").write_text("transcript")
     store = SessionStore(left)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from splitproxy.decide.speeds import MOST_BUCKETS, SAMPLES_PER_BUCKET, Fit, Median, Reading, Speeds
 from splitproxy.model import Api, Failure, Figures, HandoverFigures, Outcome, RequestRecord, Route, RouteKind
 from splitproxy.model import Reason as Why
-from splitproxy.speeds import MOST_BUCKETS, SAMPLES_PER_BUCKET, Fit, Median, Reading, Speeds
 
 FIXED_MS, TOKEN_MS, LOOK_BACK_MS = 30.0, 2.0, 0.5  # of the engine that these tests measure
 

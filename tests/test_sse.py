@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitproxy.api.sse import EventReader, error_event, keep_alive, progress_event
 from splitproxy.model import Api
-from splitproxy.sse import EventReader, error_event, keep_alive, progress_event
 from tests.splits import cut, cuts
 
 STREAM = (

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from splitproxy import processes, sessions
+from splitproxy.books import sessions
 from splitproxy.errors import ConfigError, LaunchError
 from splitproxy.model import Kind, Role
-from splitproxy.strata import launch as launch_module
-from splitproxy.strata.launch import is_loaded
+from splitproxy.run import processes
+from splitproxy.run.strata import launch as launch_module
+from splitproxy.run.strata.launch import is_loaded
 from tests.strata_bench import PACK_BYTES, StrataBench
 from tests.test_launch import is_alive, until
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from splitproxy.strata.memory import GIB, MIB, Arena, ArenaSite, arena, kept_free_bytes, longest_session, room
+from splitproxy.run.strata.memory import GIB, MIB, Arena, ArenaSite, arena, kept_free_bytes, longest_session, room
 
 SHM = Path("/dev/shm")
 SITE = ArenaSite(

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from splitproxy.adapter import Deadlines
+from splitproxy.books.sessions import SessionStore
 from splitproxy.config import Process
 from splitproxy.engines import strata_lines, strata_pipe, strata_process
+from splitproxy.engines.adapter import Deadlines
 from splitproxy.engines.strata_process import StrataProcess, command
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, EngineState, Estimate, Prompt, Ticket, Tokens
-from splitproxy.sessions import SessionStore
 from tests.fake_strata_model import fit
 from tests.harness import until
 

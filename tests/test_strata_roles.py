@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from splitproxy.model import Role
-from splitproxy.strata.roles import (
+from splitproxy.run.strata.roles import (
     DROPPED,
     card_environment,
     not_passed_on,
@@ -15,7 +15,7 @@ from splitproxy.strata.roles import (
     server_environment,
     suffixed,
 )
-from splitproxy.strata.runconfig import Run, parse
+from splitproxy.run.strata.runconfig import Run, parse
 
 SESSIONS = Path("/dev/shm/sessions")
 

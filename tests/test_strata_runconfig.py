@@ -6,7 +6,7 @@ import pytest
 
 from splitproxy.errors import ConfigError
 from splitproxy.model import Role
-from splitproxy.strata.runconfig import Run, keys, parse, value_of
+from splitproxy.run.strata.runconfig import Run, keys, parse, value_of
 
 PAIR = {"prefill_gpu": 0, "decode_gpu": 1}
 

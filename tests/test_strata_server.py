@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from splitproxy.adapter import Deadlines
+from splitproxy.books.sessions import SessionStore
+from splitproxy.engines.adapter import Deadlines
 from splitproxy.engines.strata_server import StrataServer, one_token
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, EngineState, InVain, PairState, Tokens
-from splitproxy.sessions import SessionStore
 from tests.fake_model import tokenize
 from tests.fake_strata_server import TEMPLATE, FakeStrata
 from tests.harness import (

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from splitproxy.tasks import Tasks
+from splitproxy.fleet.tasks import Tasks
 
 
 async def test_tasks_end_with_their_owner() -> None:

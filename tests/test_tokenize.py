@@ -10,16 +10,15 @@ from pathlib import Path
 import gguf
 import pytest
 
-from splitproxy import tokenize
-from splitproxy.adapter import Encode
-from splitproxy.assembly import make_tokenizer
 from splitproxy.config import Config
+from splitproxy.engines.adapter import Encode
 from splitproxy.errors import Cause, ConfigError, EngineError, Step
 from splitproxy.model import Api, Ask, Tokens
-from splitproxy.tokenize import NOT_COMPARED, EngineTokenizer, LocalTokenizer, surely_shorter
-from splitproxy.vocab import gguf_file, trials
-from splitproxy.vocab.codec import Codec
-from splitproxy.vocab.vocabulary import Ends, Vocabulary
+from splitproxy.serve.assembly import make_tokenizer
+from splitproxy.tokens import gguf_file, tokenize, trials
+from splitproxy.tokens.codec import Codec
+from splitproxy.tokens.tokenize import NOT_COMPARED, EngineTokenizer, LocalTokenizer, surely_shorter
+from splitproxy.tokens.vocabulary import Ends, Vocabulary
 from tests.models import tiny_model
 
 LONG = "many words " * 1000
@@ -375,7 +374,7 @@ def test_a_vocabulary_that_no_encoder_takes_ends_in_one_sentence(
     def refuse(_vocabulary: object) -> None:
         raise error
 
-    monkeypatch.setattr("splitproxy.assembly.Codec", refuse)
+    monkeypatch.setattr("splitproxy.serve.assembly.Codec", refuse)
     config = Config.model_validate({"tokenizer": {"source": str(tiny_model("dense"))}})
     with pytest.raises(ConfigError, match="contradict each other"):
         make_tokenizer(config)

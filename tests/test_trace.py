@@ -4,11 +4,11 @@ from typing import cast
 
 import pytest
 
-from splitproxy import trace as trace_module
-from splitproxy.adapter import Deadlines, Engine
-from splitproxy.handover import Handover, Stage
+from splitproxy.engines.adapter import Deadlines, Engine
 from splitproxy.model import GAP_BOUNDS_S, Api, Ask, Failure, Figures, Gaps, Outcome, Prompt, Redeemed, Ticket, Tokens
-from splitproxy.trace import Trace
+from splitproxy.serve import trace as trace_module
+from splitproxy.serve.handover import Handover, Stage
+from splitproxy.serve.trace import Trace
 
 
 class Clock:

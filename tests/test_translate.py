@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitproxy.api.translate import Untranslatable, chat_body
 from splitproxy.model import Api
-from splitproxy.translate import Untranslatable, chat_body
 
 Json = dict[str, Any]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from splitproxy.decide.verdict import Circumstances, likely_cause
 from splitproxy.model import Figures, InVain
-from splitproxy.verdict import Circumstances, likely_cause
 
 
 @pytest.mark.parametrize(

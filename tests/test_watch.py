@@ -6,10 +6,10 @@ from typing import cast
 
 import pytest
 
-from splitproxy import watch
-from splitproxy.adapter import Engine, SlotState
+from splitproxy.engines.adapter import Engine, SlotState
 from splitproxy.errors import Cause, EngineError, Step
-from splitproxy.watch import SlotWatch
+from splitproxy.fleet import watch
+from splitproxy.fleet.watch import SlotWatch
 from tests.harness import until
 
 

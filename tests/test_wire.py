@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitproxy import wire
+from splitproxy.api import wire
 from splitproxy.errors import Fault, RequestError
 from splitproxy.model import Api, Ask
 

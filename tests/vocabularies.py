@@ -18,9 +18,9 @@ from typing import Any
 import gguf
 import numpy as np
 
-from splitproxy.demo import ModelWheel, demo_model
-from splitproxy.vocab.ranking import parts
-from splitproxy.vocab.vocabulary import byte_symbols
+from splitproxy.run.demo import ModelWheel, demo_model
+from splitproxy.tokens.ranking import parts
+from splitproxy.tokens.vocabulary import byte_symbols
 from tests.models import TEMPLATE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5

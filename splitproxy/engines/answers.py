@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import cast
 from urllib.parse import urlsplit
 
-from splitproxy.adapter import Answer, Call, Take
+from splitproxy.engines.adapter import Answer, Call, Take
 from splitproxy.engines.http1 import AnswerReader, BrokenAnswer, Head, request_head
 from splitproxy.errors import Cause, EngineError, Step
 

@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from splitproxy.adapter import Answer, Call, Deadlines
+from splitproxy.engines.adapter import Answer, Call, Deadlines
 from splitproxy.engines.answers import CONNECT_TIMEOUT_S, AnswerClient
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Figures

@@ -11,15 +11,15 @@ from typing import Any
 
 import orjson
 
-from splitproxy.adapter import Deadlines, Encode, Progress, Sample, SlotState, to_the_end
+from splitproxy.api.sse import EventReader, is_comment
+from splitproxy.api.wire import pin
+from splitproxy.books.sessions import SessionStore
+from splitproxy.engines.adapter import Deadlines, Encode, Progress, Sample, SlotState, to_the_end
 from splitproxy.engines.http import HttpEngine, figures, require_ok, timing, translated, well_formed
 from splitproxy.engines.slotfile import read_head
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, EngineState, Figures, Identity, InVain, Prompt, Redeemed, Ticket, Tokens
-from splitproxy.sessions import SessionStore
-from splitproxy.sse import EventReader, is_comment
-from splitproxy.vocab.trials import difference
-from splitproxy.wire import pin
+from splitproxy.tokens.trials import difference
 
 log = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ import re
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from splitproxy.adapter import Deadlines, Progress, SlotState, to_the_end
+from splitproxy.books.sessions import SessionStore
 from splitproxy.config import Process
 from splitproxy.engines import strata_lines as lines
+from splitproxy.engines.adapter import Deadlines, Progress, SlotState, to_the_end
 from splitproxy.engines.strata_file import read_head
 from splitproxy.engines.strata_pipe import Command, Pipe
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import EngineState, Estimate, Identity, Prompt, Ticket, Tokens
-from splitproxy.sessions import SessionStore
-from splitproxy.strata.memory import DEFAULT_MIN_FREE_MIB, kept_free_bytes
-from splitproxy.strata.runconfig import MIN_FREE_FLAG
+from splitproxy.run.strata.memory import DEFAULT_MIN_FREE_MIB, kept_free_bytes
+from splitproxy.run.strata.runconfig import MIN_FREE_FLAG
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import orjson
 
-from splitproxy.adapter import Answer, Call, Deadlines, Encode, Progress, Sample, SlotState, Take, to_the_end
+from splitproxy.api.sse import MEDIA_TYPE, EventReader, is_comment
+from splitproxy.books.sessions import SessionStore
+from splitproxy.engines.adapter import Answer, Call, Deadlines, Encode, Progress, Sample, SlotState, Take, to_the_end
 from splitproxy.engines.http import (
     HttpEngine,
     figures,
@@ -28,8 +30,6 @@ from splitproxy.engines.strata_lines import LONGEST_COUNTED, SLOWEST_TOKENS_PER_
 from splitproxy.engines.strata_prompt import PlainTemplate, Template, estimate, request_of, template
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, EngineState, Figures, Identity, InVain, Prompt, Redeemed, Ticket, Tokens
-from splitproxy.sessions import SessionStore
-from splitproxy.sse import MEDIA_TYPE, EventReader, is_comment
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Decisions about prompts, and what they rest on: plain functions of values."""

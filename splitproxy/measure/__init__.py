@@ -1,0 +1,1 @@
+"""Loads, their measures, and what people see of them in the terminal."""

@@ -1,0 +1,1 @@
+"""A request on its way, the HTTP server, and everything put together."""

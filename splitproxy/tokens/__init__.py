@@ -1,0 +1,1 @@
+"""Text to token ids, as the engine makes them."""
