@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from splitproxy.engines import answers
-from splitproxy.engines.adapter import Answer, Call
+from splitproxy.engines.adapter import Answer, Call, content_length
 from splitproxy.engines.answers import AnswerClient
 from splitproxy.errors import Cause, EngineError, Step
 from tests.harness import until
@@ -343,3 +343,40 @@ async def test_a_slow_client_is_not_the_engines_silence() -> None:
         assert await answer.pour(lambda _piece: False)
         await asyncio.sleep(0.2)
         assert await body(answer) == []
+
+
+async def test_an_answer_without_a_length_ends_before_the_request_does() -> None:
+    """An engine may answer at once, close its half, and read nothing more: its answer is whole."""
+    done = asyncio.Event()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Type: application/json\r\n\r\n{}")
+        writer.write_eof()
+        await done.wait()
+        writer.transport.abort()
+
+    async with asyncio.timeout(10), await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        large = Call("POST", "/", [], bytes(32 * 2**20))
+        async with AnswerClient(f"http://{host}:{port}").call(large, None) as answer:
+            assert (answer.status, await body(answer)) == (413, [b"{}"])
+        done.set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        (b"Content-Length: 3\r\n", 3),
+        (b"Content-Length: 9\r\nTransfer-Encoding: chunked\r\n", None),
+        (b"transfer-encoding: chunked\r\ncontent-length: 1\r\n", None),
+    ],
+)
+async def test_a_length_beside_chunks_means_nothing(fields: bytes, length: int | None) -> None:
+    """The body is read by its chunks, so the length that contradicts them is not the client's either."""
+    text = b"abc" if length else chunk(b"abc") + END
+    async with (
+        raw_server(b"HTTP/1.1 200 OK\r\n" + fields + b"\r\n" + text) as server,
+        AnswerClient(server.url).call(CALL, None) as answer,
+    ):
+        assert (content_length(answer), await body(answer)) == (length, [b"abc"])

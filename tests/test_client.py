@@ -14,6 +14,7 @@ from splitproxy.model import Api
 TINY_S = 0.001
 NEVER_S = 3600.0
 STREAM = [("Content-Type", "text/event-stream; charset=utf-8")]
+UNBUFFERED = ("X-Accel-Buffering", "no")
 PLAIN = [("Content-Type", "application/json")]
 PING = b":\n\n"
 
@@ -105,7 +106,7 @@ async def test_an_answer_goes_through_as_it_came() -> None:
         for piece in (b"data: 1\n\n", b"", b"data: 2", b"\n\n"):
             await client.relay(piece)
         await client.finish()
-    assert sink.started == [(200, STREAM, None)]
+    assert sink.started == [(200, [*STREAM, UNBUFFERED], None)]
     assert sink.pieces == [b"data: 1\n\n", b"data: 2", b"\n\n"]
     assert sink.ended
 
@@ -131,6 +132,17 @@ async def test_a_plain_answer_has_its_length() -> None:
         await client.relay(b"{}")
         await client.finish()
     assert (sink.started, sink.body, sink.ended) == ([(404, PLAIN, 2)], b"{}", True)
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", "Text/Event-Stream; charset=utf-8"])
+async def test_a_stream_has_no_length(kind: str) -> None:
+    """Bytes may be added to a stream, so the engine's length would cut it; and nobody on the way may hold it back."""
+    sink = FakeSink()
+    async with waiting(sink, stream=False) as client:
+        await client.begin(200, [("Content-Type", kind), ("x-accel-buffering", "yes")], length=9, one_piece=False)
+        await client.relay(b"data: 1\n\n")
+        await client.finish()
+    assert sink.started == [(200, [("Content-Type", kind), UNBUFFERED], None)]
 
 
 async def test_an_answer_in_one_piece_starts_at_its_end() -> None:
@@ -336,6 +348,62 @@ async def test_an_engines_error_after_pings_becomes_an_event(one_piece: bool) ->
         await client.finish()
     assert sink.body.replace(PING, b"") == b'data: {"error": {"code":400}}\n\n'
     assert len(sink.started) == 1
+
+
+@pytest.mark.parametrize(
+    ("api", "event"),
+    [
+        (Api.CHAT, b'data: {"error":{"code":500,"message":"Bad <b>luck</b>","type":"server_error"}}\n\n'),
+        (
+            Api.MESSAGES,
+            b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"Bad <b>luck</b>"},'
+            b'"request_id":"r1"}\n\n',
+        ),
+    ],
+)
+async def test_an_engines_error_that_is_no_json_is_worded_after_pings(api: Api, event: bytes) -> None:
+    """A page of words from an engine becomes an error of the API that was called."""
+    sink = FakeSink()
+    async with waiting(sink, api=api) as client:
+        await until(lambda: len(sink.pieces) >= 1)
+        await client.begin(500, [("Content-Type", "text/html")], length=16, one_piece=False)
+        await client.relay(b"Bad\r\n<b>luck</b>\n")
+        await client.finish()
+    assert sink.body.endswith(b"\n\n" + event)
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_a_plain_answer_after_pings_is_one_event(status: int) -> None:
+    """An answer that is no stream cannot be written into one as it is: it becomes an event, on one line."""
+    sink = FakeSink()
+    async with waiting(sink) as client:
+        await until(lambda: sink.pings >= 1)
+        await client.begin(status, PLAIN, length=10, one_piece=False)
+        await client.relay(b'{"a":\r\n1}')
+        await client.finish()
+    assert sink.body.replace(PING, b"") == b'data: {"a": 1}\n\n'
+
+
+async def test_what_is_neither_stream_nor_json_after_pings_is_an_error() -> None:
+    """Words with status 200 are no answer that a streaming client could read."""
+    sink = FakeSink()
+    async with waiting(sink) as client:
+        await until(lambda: sink.pings >= 1)
+        await client.begin(200, [], length=None, one_piece=False)
+        await client.finish()
+    error = orjson.loads(sink.body.replace(PING, b"").removeprefix(b"data: "))["error"]
+    assert (error["code"], error["message"]) == (502, "the engine gave no reason")
+
+
+async def test_events_after_pings_stay_events() -> None:
+    """An engine that tells its error inside a stream of its own is passed on."""
+    sink = FakeSink()
+    async with waiting(sink) as client:
+        await until(lambda: sink.pings >= 1)
+        await client.begin(500, STREAM, length=None, one_piece=False)
+        await client.relay(b"data: {}\n\n")
+        await client.finish()
+    assert sink.body.replace(PING, b"") == b"data: {}\n\n"
 
 
 # --- clients that leave

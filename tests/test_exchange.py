@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from splitproxy.model import PairState
+from tests import fake_engine
 from tests.fake_engine import FakeEngine
 from tests.harness import (
     ANSWER_TOKENS,
@@ -626,3 +627,18 @@ async def test_a_browser_may_read_what_begins_before_the_engine_answers(fake: St
         reply = await p.ask(CHAT, asked, Origin="http://page.example")
     assert "X-Splitproxy-Route" not in reply.headers
     assert reply.headers["Access-Control-Allow-Origin"] == "http://page.example"
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", CHAT), ("OPTIONS", CHAT), ("GET", "/v1/models")])
+async def test_who_may_read_an_engines_answer_is_the_engines_matter(
+    fake: Start, method: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page's origin that the engine does not name is not named by the proxy either."""
+    monkeypatch.delitem(fake_engine.HEADERS, "Access-Control-Allow-Origin")
+    reader, writer = await pair(fake)
+    async with proxy(reader, writer) as p:
+        headers = {"Origin": "http://page.example", "Content-Type": "application/json"}
+        data = json.dumps(body(CHAT, "short")) if method == "POST" else None
+        async with p.http.request(method, p.url + path, data=data, headers=headers) as answer:
+            await answer.read()
+            assert "Access-Control-Allow-Origin" not in answer.headers

@@ -7,7 +7,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self
 
-from splitproxy.api.sse import MEDIA_TYPE, error_event, keep_alive
+import orjson
+
+from splitproxy.api.sse import MEDIA_TYPE, data_event, error_event, keep_alive
 from splitproxy.api.wire import error_body
 from splitproxy.errors import RequestError, SplitproxyError
 from splitproxy.model import Api
@@ -15,7 +17,8 @@ from splitproxy.model import Api
 Headers = Sequence[tuple[str, str]]
 
 _JSON = ("Content-Type", "application/json; charset=utf-8")
-_STREAM = (("Content-Type", MEDIA_TYPE), ("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no"))
+_UNBUFFERED = ("X-Accel-Buffering", "no")  # for other proxies on the way
+_STREAM = (("Content-Type", MEDIA_TYPE), ("Cache-Control", "no-cache"), _UNBUFFERED)
 
 
 class ClientLeft(SplitproxyError):  # noqa: N818 - the field says it that way
@@ -46,8 +49,12 @@ class Client:
     Keep-alives start the response, so an engine's error that comes later becomes an event of the stream.
     """
 
-    def __init__(self, sink: Sink, api: Api, *, stream: bool, keep_alive_s: float, request_id: str) -> None:
+    def __init__(
+        self, sink: Sink, api: Api, *, stream: bool, keep_alive_s: float, request_id: str, own: Headers = ()
+    ) -> None:
+        """`own` are headers of every answer that begins here and not at an engine."""
         self._sink = sink
+        self._own = own
         self._api = api
         self._stream = stream
         self._keep_alive_s = keep_alive_s
@@ -64,7 +71,7 @@ class Client:
         self._news = b""  # an event of our own that is to be written
         self._wake = asyncio.Event()
         self._ending = False  # whether the answer's last byte is on its way
-        self._error_status = 0  # of an engine's error that must become an event
+        self._late_status = 0  # of an engine's answer that is no stream, and must become an event of one
 
     async def __aenter__(self) -> Self:
         if self._stream:
@@ -97,7 +104,7 @@ class Client:
                 async with self._starting:
                     if not self._started and self._pending is None:
                         self._started = self._events = True
-                        await self._sink.start(200, _STREAM, None)
+                        await self._sink.start(200, [*_STREAM, *self._own], None)
                 self._last = time.monotonic()
                 news, self._news = self._news, b""
                 if self._events and self._between_events:
@@ -118,17 +125,21 @@ class Client:
         """The engine's answer has begun. `one_piece`: it is changed on the way, so its length is known at the end."""
         self._committed = True
         self._news = b""
+        streams = any(n.lower() == "content-type" and v.lower().startswith(MEDIA_TYPE) for n, v in headers)
         async with self._starting:
             if self._started:
-                if status >= 400:
-                    self._error_status = status
+                if not streams:
+                    self._late_status = status
                     self._collected = []
             elif one_piece:
                 self._pending = (status, headers)
                 self._collected = []
             else:
                 self._started = True
-                self._events = any(n.lower() == "content-type" and v.startswith(MEDIA_TYPE) for n, v in headers)
+                self._events = streams
+                if streams:
+                    # Nobody knows its length: keep-alives and other figures may be added.
+                    headers, length = _with_unbuffered(headers), None
                 await self._sink.start(status, headers, length)
 
     @property
@@ -164,14 +175,23 @@ class Client:
         """The engine's answer is complete."""
         await self._quiet()
         body = b"".join(self._collected or ())
-        if self._error_status:
-            await self._sink.write(error_event(self._api, body.replace(b"\n", b" ").strip()))
+        if self._late_status:
+            await self._sink.write(self._late_event(self._late_status, body))
         elif self._pending is not None:
             self._started = True
             await self._sink.start(*self._pending, len(body))
             await self._sink.write(body)
         self._ending = True
         await self._sink.end()
+
+    def _late_event(self, status: int, body: bytes) -> bytes:
+        """An engine's whole answer as an event of a stream that had to begin before it."""
+        line = b" ".join(body.splitlines()).strip()
+        if not _is_object(line):
+            words = line.decode(errors="replace") or "the engine gave no reason"
+            status = status if status >= 400 else 502  # a client that streams can do nothing with it
+            line = error_body(self._api, status, words, self._request_id)
+        return error_event(self._api, line) if status >= 400 else data_event(line)
 
     async def fail(self, error: RequestError) -> None:
         """End with an error of our own: a response of its own, or an event of a stream that has begun."""
@@ -180,7 +200,7 @@ class Client:
         if not self._started:
             retry = [] if error.retry_after_s is None else [("Retry-After", str(error.retry_after_s))]
             self._started = True
-            await self._sink.start(error.status, [_JSON, *retry], len(body))
+            await self._sink.start(error.status, [_JSON, *retry, *self._own], len(body))
             await self._sink.write(body)
         elif self._events and not self._ending:
             await self._sink.write((b"" if self._between_events else b"\n\n") + error_event(self._api, body))
@@ -188,3 +208,14 @@ class Client:
             self._sink.abort()
             return
         await self._sink.end()
+
+
+def _with_unbuffered(headers: Headers) -> Headers:
+    return [*((name, value) for name, value in headers if name.lower() != _UNBUFFERED[0].lower()), _UNBUFFERED]
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        return isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError:
+        return False

@@ -16,11 +16,16 @@ def keep_alive(api: Api) -> bytes:
     return b'event: ping\ndata: {"type": "ping"}\n\n' if api is Api.MESSAGES else b":\n\n"
 
 
+def data_event(text: bytes) -> bytes:
+    """An event without a name. `text` is one line."""
+    return b"data: " + text + END
+
+
 def error_event(api: Api, error: bytes) -> bytes:
     """An error inside a stream. `error` is the error body of the API, as JSON on one line."""
     if api in (Api.MESSAGES, Api.RESPONSES):
-        return b"event: error\ndata: " + error + b"\n\n"
-    return b"data: " + error + b"\n\n"
+        return b"event: error\n" + data_event(error)
+    return data_event(error)
 
 
 def progress_event(api: Api, request_id: str, created: int, progress: Mapping[str, int]) -> bytes:

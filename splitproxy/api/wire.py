@@ -252,6 +252,12 @@ def error_body(api: Api, status: int, message: str, request_id: str) -> bytes:
     return orjson.dumps({"error": {"code": status, "message": message, "type": error_type(status)}})
 
 
+def allow_origin(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What lets a page read an answer that is not the engine's, or that begins before the engine has answered. Of the
+    client's headers."""
+    return [("Access-Control-Allow-Origin", value) for name, value in headers if name.lower() == "origin"][:1]
+
+
 def to_engine(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """The client's headers that an engine gets."""
     return _without(headers, _NOT_FORWARDED)

@@ -64,9 +64,10 @@ class Answer(Protocol):
 
 
 def content_length(answer: Answer) -> int | None:
-    """The length that an engine gives its answer, if it does."""
-    value = next((value for name, value in answer.headers if name.lower() == "content-length"), "")
-    return int(value) if value.isdigit() else None
+    """The length that an engine gives its answer, if it does. Beside a transfer encoding it means nothing."""
+    fields = {name.lower(): value for name, value in answer.headers}
+    value = fields.get("content-length", "")
+    return int(value) if value.isdigit() and "transfer-encoding" not in fields else None
 
 
 @dataclass(frozen=True, slots=True)

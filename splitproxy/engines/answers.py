@@ -175,11 +175,19 @@ class _Connection(asyncio.Protocol):
                 self._transport.pause_reading()
                 self._wake(not more)
 
+    def eof_received(self) -> None:
+        # Here and not with the connection's end: that waits for the engine to read the rest of the request.
+        self._end()
+
     def connection_lost(self, error: Exception | None) -> None:
-        if self._reader.complete or self._error is not None:
-            return
-        if error is not None:
+        if error is None:
+            self._end()
+        elif not self._reader.complete and self._error is None:
             self._fail(_died(error))
+
+    def _end(self) -> None:
+        """Nothing more is to come."""
+        if self._reader.complete or self._error is not None:
             return
         try:
             self._reader.end()

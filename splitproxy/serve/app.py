@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -21,11 +21,21 @@ from aiohttp import web
 from aiohttp.compression_utils import HAS_BROTLI, HAS_ZSTD
 from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
+from aiohttp.web_protocol import _ErrInfo
 from multidict import CIMultiDict
 
 from splitproxy import config
 from splitproxy.api.client import ClientLeft, Headers
-from splitproxy.api.wire import GENERATING, api_of, error_body, is_administration, needs_no_slot, read_any_ask, read_ask
+from splitproxy.api.wire import (
+    GENERATING,
+    allow_origin,
+    api_of,
+    error_body,
+    is_administration,
+    needs_no_slot,
+    read_any_ask,
+    read_ask,
+)
 from splitproxy.errors import Fault, LaunchError, RequestError
 from splitproxy.model import Api, Outcome, Role
 from splitproxy.serve import metrics
@@ -96,6 +106,25 @@ class _Server(web.Server):
 class _Connection(web.RequestHandler):
     """One client's connection."""
 
+    def data_received(self, data: bytes) -> None:
+        """Take what a client sent. Where a body breaks the rules in its middle, whoever reads that body is told."""
+        super().data_received(data)
+        if not self._messages or not isinstance(self._messages[-1][0], _ErrInfo):
+            return
+        # aiohttp takes it for one more request, which would be answered when this one's body is complete: never.
+        now = self._current_request
+        bodies = [body for _, body in self._messages][:-1] or ([] if now is None else [now.content])
+        if bodies and not bodies[-1].is_eof():
+            bodies[-1].set_exception(web.RequestPayloadError("the body breaks off"))
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send an answer; aiohttp's own are worded as an API would."""
+        if isinstance(resp, web.HTTPException):
+            resp = _plain_error(request, resp.status, resp.reason)
+        return await super().finish_response(request, resp, start_time)
+
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
@@ -104,12 +133,16 @@ class _Connection(web.RequestHandler):
         words = "the request is not valid HTTP" if isinstance(exc, HttpProcessingError) else HTTPStatus(status).phrase
         if isinstance(exc, LineTooLong):
             words = "a line of the request's head is too long"
-        request_id = request.get(REQUEST_ID) or secrets.token_hex(8)
-        headers = {"X-Request-Id": request_id, "Server": "splitproxy", "Content-Type": JSON_TYPE}
-        body = error_body(_api(request), status, words, request_id)
-        response = web.Response(status=status, body=body, headers=headers)
+        response = _plain_error(request, status, words)
         response.force_close()
         return response
+
+
+def _plain_error(request: web.BaseRequest, status: int, words: str) -> web.Response:
+    """An error of the HTTP server itself."""
+    request_id = request.get(REQUEST_ID) or secrets.token_hex(8)
+    headers = {"X-Request-Id": request_id, "Server": "splitproxy", "Content-Type": JSON_TYPE}
+    return web.Response(status=status, body=error_body(_api(request), status, words, request_id), headers=headers)
 
 
 async def _drain(proxy: Proxy) -> None:
@@ -173,7 +206,9 @@ class _Front:
                 return self._refuse(request, RequestError(Fault.BODY_TOO_LARGE, message))
             except web.RequestPayloadError:
                 message = "the body is damaged: it is not what its headers say"
-                return self._refuse(request, RequestError(Fault.INVALID_REQUEST, message))
+                response = self._refuse(request, RequestError(Fault.INVALID_REQUEST, message))
+                response.force_close()  # where the next request begins nobody knows
+                return response
             except ClientLeft:
                 raise asyncio.CancelledError from None
 
@@ -256,12 +291,13 @@ class _Sink:
         merged = CIMultiDict(headers)
         merged["X-Request-Id"] = self._request[REQUEST_ID]
         merged["Server"] = "splitproxy"
-        _allow_origin(self._request, merged)
         self.response = web.StreamResponse(status=status, headers=merged)
         if length is not None:
             self.response.content_length = length
         elif self._request.version >= (1, 1):
             self.response.enable_chunked_encoding()
+        else:
+            self.response.force_close()  # what else would end the answer
         with _client_errors():
             await self.response.prepare(self._request)
             if self.response.chunked and self._request.method != "HEAD":
@@ -324,14 +360,8 @@ def _error_response(request: web.Request, error: RequestError) -> web.Response:
         headers["Retry-After"] = str(error.retry_after_s)
     body = error_body(api, error.status, str(error), request[REQUEST_ID])
     headers["Content-Type"] = JSON_TYPE
-    _allow_origin(request, headers)
+    headers.update(allow_origin(request.headers.items()))
     return web.Response(status=error.status, body=body, headers=headers)
-
-
-def _allow_origin(request: web.Request, headers: MutableMapping[str, str]) -> None:
-    """What begins before the engine has answered lets a browser read it as the engine would."""
-    if (origin := request.headers.get("Origin")) is not None:
-        headers.setdefault("Access-Control-Allow-Origin", origin)
 
 
 def _json(value: object, status: int) -> web.Response:

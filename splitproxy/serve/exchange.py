@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from splitproxy.api.client import Client, ClientLeft, Sink
-from splitproxy.api.wire import to_client
+from splitproxy.api.wire import allow_origin, to_client
 from splitproxy.books.admission import Turn
 from splitproxy.engines.adapter import content_length
 from splitproxy.errors import Cause, EngineError, Fault, RequestError
@@ -42,6 +42,7 @@ class Exchange(Service):
             stream=ask.stream,
             keep_alive_s=self.settings.keep_alive_s,
             request_id=incoming.request_id,
+            own=allow_origin(incoming.headers),
         )
         try:
             with self.admission.turn(incoming.client) as turn:
@@ -59,7 +60,8 @@ class Exchange(Service):
 
     async def forward(self, incoming: Incoming, sink: Sink, *, api: Api, takes_slots: bool) -> None:
         """Pass any other request on to a decode engine, which it gets to itself if it may take slots."""
-        client = Client(sink, api, stream=False, keep_alive_s=0, request_id=incoming.request_id)
+        own = allow_origin(incoming.headers)
+        client = Client(sink, api, stream=False, keep_alive_s=0, request_id=incoming.request_id, own=own)
         trace, tried = Trace(incoming.request_id, api, stream=False), list[str]()
         try:
             with self.admission.turn(incoming.client) as turn:
