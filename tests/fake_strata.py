@@ -35,6 +35,7 @@ class Knobs:
 
     # at its start
     start_lines: str = ""  # before INFO
+    ready_line: str = ""  # after READY
     never_ready: bool = False
     dies_at_start: bool = False
     # what it can
@@ -50,7 +51,11 @@ class Knobs:
     dies_after: int | None = None  # tokens read
     error_after: int | None = None  # an ERR line, then the end of the process
     chatter: bool = False  # lines of no protocol in between
+    starts_late_s: float = 0.0  # from a command's arrival to its start; a STOP in between is lost
+    first_line: str = ""  # before all that an answer prints
     strange_line: str = ""  # printed before the first chunk
+    finish: str = ""  # another word than length
+    one_done_more: bool = False  # before the right one, of a token fewer
     wrong_prompt: int = 0  # DONE tells of so many tokens fewer
     late_stop: bool = False  # STOP is noticed at the end only
     # while a file is saved or restored
@@ -106,9 +111,12 @@ class Engine:
         if knobs.never_ready:
             time.sleep(3600)
         self.say(f"READY {given.max_context}{' stop' if knobs.stops else ''}")
+        if knobs.ready_line:
+            self.say(knobs.ready_line)
         threading.Thread(target=self._listen, daemon=True).start()
         while (command := self.commands.get()) != "QUIT":
             self._update()
+            time.sleep(self.knobs.starts_late_s)
             self.stop.clear()
             self._do(command)
 
@@ -190,6 +198,8 @@ class Engine:
         knobs, held, started = self.knobs, self.held, time.perf_counter()
         if knobs.silent:
             time.sleep(3600)
+        if knobs.first_line:
+            self.say(knobs.first_line)
         reused = held.reusable(ids)
         held.keep(reused)
         self.say(f"RESUME {reused}")
@@ -212,7 +222,7 @@ class Engine:
         held.mark_prompt(reused, self.given.prompt_cache)
         held.complete = saveable
         self.say(f"REUSED {reused}")
-        read_ms, written, finish = _ms(started), 0, "length"
+        read_ms, written, finish = _ms(started), 0, knobs.finish or "length"
         for sample in self.weights.answers(held.words):
             if written == max_new:
                 break
@@ -228,6 +238,8 @@ class Engine:
             if written < max_new:
                 held.add([sample.token], self.weights)
         total = len(ids) - knobs.wrong_prompt
+        if knobs.one_done_more:
+            self._done(written, total - 1, read_ms, 0.0, finish, reused, stop_at - reused)
         self._done(written, total, read_ms, _ms(started) - read_ms, finish, reused, stop_at - reused)
 
     def _chunks(self, start: int, end: int) -> Iterator[int]:

@@ -450,7 +450,6 @@ async def test_a_prefill_engine_that_does_not_stop_is_not_waited_for(
         await recovered(p)
 
 
-@pytest.mark.llama_server_only("the deadline is that of its adapter")
 async def test_an_engine_that_stands_still_is_noticed(fake: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that takes connections and does nothing is given up after two looks at its health."""
     for module in (llama_server, strata_server):

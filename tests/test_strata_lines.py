@@ -81,7 +81,7 @@ def test_done_is_read_by_the_number_of_its_fields(fields: int, reused: int, read
     [
         *("READY", "READY many", "RESUME", "RESUME -1", "RESUME x", "REUSED 1 2"),
         *("PP 1 2 3", "PP 1 2 nan 4", "PP 1 2 -3.0 4", "T", "T x", "T 1 2"),
-        *("DONE", "DONE 1 5 12.5 3.0", "DONE 1 5 12.5 3.0 ended", "DONE 1 5 inf 3.0 stop", "DONE x 5 1.0 3.0 stop"),
+        *("DONE", "DONE 1 5 12.5 3.0", "DONE 1 5 inf 3.0 stop", "DONE x 5 1.0 3.0 stop"),
         *("SESSION 1", "SESSION 2 1", "SESSION -1 5", "SESSION 1 2 3", "SWAIT flush", "SWAIT flush 0"),
         *("SWAIT flush 3601", "SWAIT fl-ush 5", "SWAIT 5 5", "SAVED 1 2", "SAVED 1 2 nan", "SAVED 1 2 3 4"),
         *("RESTORED 1 -2 3.0", "SERR", "SERR odd 0 x", "SERR io 2 x", "SERR io", "RESUME \u0661"),
@@ -107,6 +107,7 @@ def test_a_reading_goes_on_to_its_end() -> None:
     assert fed(seen, f"DONE {' '.join(DONE)}").end == Done(1, 5, 12.5, 3.0, "length", 2, 3)
     assert fed(Reading(5), "ERR no").end == Refused("no")
     assert fed(Reading(5), "RESUME 0", "ERR verify: timed out").end == Fatal("verify: timed out")
+    assert fed(Reading(5), "ERR verify: timed out").end == Fatal("verify: timed out")
     assert fed(Reading(5), "FATAL no").end == Fatal("no")
 
 

@@ -141,6 +141,27 @@ async def test_what_an_engine_knows_is_asked_without_losing_step(rig: Rig, knows
     )
 
 
+async def test_a_stray_line_is_no_answer_to_what_is_asked(rig: Rig) -> None:
+    """A warning that comes first does not end the wait for a refusal that the engine keeps to itself."""
+    engine = rig.engine(keeps_errors=True, ready_line="WARN the card is warm")
+    async with asyncio.timeout(8):
+        assert (await rig.read(engine)).tokens == 999
+
+
+async def test_an_unknown_finish_is_an_end(rig: Rig) -> None:
+    """An engine may call the end of a reading without an answer as it likes."""
+    ticket = await rig.read(rig.engine(knows_prefill=True, finish="prefill"))
+    assert rig.journal()[-2:] == ["GEN 0 prefill=1 <1000 ids>", "SAVE"]
+    assert ticket.tokens == 999
+
+
+async def test_a_verifier_that_fails_on_the_first_prompt_ends_the_engine(rig: Rig) -> None:
+    """A DONE may follow such an error: it must not be taken for the next answer."""
+    engine = rig.engine(knows_prefill=True, first_line="ERR verify: timed out at layer 3")
+    assert "verify: timed out" in str(await failure(engine.identify()))
+    assert await engine.health() is EngineState.DOWN
+
+
 async def test_what_it_read_before_is_not_read_again(rig: Rig) -> None:
     """A prompt that goes on from the one before costs what is new, and the ticket says so."""
     engine = rig.engine(knows_prefill=True)
@@ -156,10 +177,10 @@ async def test_older_engines_tell_less_at_the_end(rig: Rig, fields: int) -> None
 
 
 async def test_an_engine_tells_what_it_is(rig: Rig) -> None:
-    """Version and context come from its first lines; what it does not tell cannot differ."""
+    """Version and usable context come from its first lines; what it does not tell cannot differ."""
     engine = rig.engine(start_lines="loading\n42 of 99 layers", chatter=True)
     identity = await engine.identify()
-    assert (identity.build, identity.context, identity.slots) == ("0.1.30-fake", CONTEXT, 1)
+    assert (identity.build, identity.context, identity.slots) == ("0.1.30-fake", CONTEXT - 9, 1)
     assert (identity.model, identity.template, identity.session) == (None, None, f"context {CONTEXT}")
     assert (await rig.read(engine)).tokens == 999
     assert (await engine.slots())[0].busy is False
@@ -183,7 +204,10 @@ FAULTS: list[tuple[dict[str, Any], Step, Cause, str, bool]] = [
     ({"strange_line": "SAVED 1 2 3.0"}, Step.PREFILL, Cause.CORRUPT, "out of step", False),
     ({"strange_line": "PP x"}, Step.PREFILL, Cause.CORRUPT, "out of step", False),
     ({"strange_line": "x" * 2_000_000}, Step.PREFILL, Cause.CORRUPT, "without end", False),
-    ({"wrong_prompt": 1}, Step.PREFILL, Cause.CORRUPT, "tokens were read instead of", True),
+    ({"wrong_prompt": 1}, Step.PREFILL, Cause.CORRUPT, "tokens were read instead of", False),
+    ({"one_done_more": True}, Step.PREFILL, Cause.CORRUPT, "tokens were read instead of", False),
+    ({"first_line": "ERR verify: an earlier window never finished"}, Step.PREFILL, Cause.DIED, "never finished", False),
+    ({"first_line": "ERR verify batch: no end"}, Step.PREFILL, Cause.DIED, "verify batch", False),
     ({"save_error": "storage"}, Step.SAVE, Cause.REFUSED, "storage: on purpose", True),
     ({"save_error": "invalid"}, Step.SAVE, Cause.REFUSED, "invalid: on purpose", True),
     ({"save_error": "memory"}, Step.SAVE, Cause.REFUSED, "memory: on purpose", True),
@@ -196,7 +220,7 @@ FAULTS: list[tuple[dict[str, Any], Step, Cause, str, bool]] = [
     ({"session_backwards": True}, Step.SAVE, Cause.CORRUPT, "out of step", False),
     ({"nan_ms": True}, Step.SAVE, Cause.CORRUPT, "out of step", False),
     ({"dies_in_save": True}, Step.SAVE, Cause.DIED, "exit code 1", False),
-    ({"wrong_count": 1}, Step.SAVE, Cause.CORRUPT, "998 tokens were saved instead of 999", True),
+    ({"wrong_count": 1}, Step.SAVE, Cause.CORRUPT, "998 tokens were saved instead of 999", False),
     ({"truncate_bytes": 1}, Step.CHECK, Cause.CORRUPT, "does not fit into", True),
     ({"truncate_bytes": 10**6}, Step.CHECK, Cause.CORRUPT, "cut off after 0 bytes", True),
 ]
@@ -240,6 +264,18 @@ async def test_a_refused_prompt_is_the_requests_own(rig: Rig) -> None:
         assert (error.step, error.cause) == (Step.PREFILL, Cause.REFUSED)
         assert "65,65" not in str(error)
     assert (await rig.read(engine)).tokens == 999
+
+
+@pytest.mark.parametrize("knows", [True, False])
+async def test_a_prompt_that_does_not_fit_is_not_sent(rig: Rig, knows: bool) -> None:
+    """An engine keeps 8 tokens of its context, and may keep its refusal to itself, too."""
+    engine = rig.engine(knows_prefill=knows, keeps_errors=True)
+    longest = (await engine.identify()).context
+    asked = len(rig.journal())
+    error = await failure(rig.read(engine, prompt_of([65] * (longest + 1))))
+    assert (error.step, error.cause, f"takes {longest}" in str(error)) == (Step.PREFILL, Cause.REFUSED, True)
+    assert len(rig.journal()) == asked
+    assert (await rig.read(engine, prompt_of([65] * longest))).tokens == longest - 1
 
 
 async def test_guesses_are_no_ids(rig: Rig) -> None:
@@ -289,6 +325,37 @@ async def test_who_leaves_stops_the_reading(rig: Rig) -> None:
     rig.knobs()
     ticket = await rig.read(engine, prompt_of(IDS[::-1]))
     assert (ticket.tokens, rig.files()) == (999, [ticket.handle])
+
+
+async def test_who_leaves_before_the_reading_begins_stops_it_too(rig: Rig) -> None:
+    """The engine forgets a stop that comes before it has begun: it is told again."""
+    engine = rig.engine(chunk_s=0.05)
+    await engine.identify()
+    rig.knobs(chunk_s=0.05, starts_late_s=0.3)
+    task = asyncio.ensure_future(rig.read(engine))
+    await until(engine._turn.locked)
+    await asyncio.sleep(0)  # the reading begins
+    await leave(task)
+    await until(lambda: not engine._turn.locked())
+    assert rig.journal().count("STOP") > 1
+    assert max(done for _, done, _ in rig.told) < 900
+    assert await alive(engine)
+
+
+async def test_who_leaves_while_waiting_is_not_read(rig: Rig) -> None:
+    """A prompt that nobody waits for any more when its turn comes is not sent."""
+    engine = rig.engine(late_stop=True, chunk_s=0.03)
+    await engine.identify()
+    first = asyncio.ensure_future(rig.read(engine))
+    await until(lambda: len(rig.told) > 3)
+    await leave(first)
+    second = asyncio.ensure_future(rig.read(engine, prompt_of(IDS[:700])))
+    await until(engine._session.locked)
+    assert engine._turn.locked()
+    await leave(second)
+    await until(lambda: not engine._turn.locked())
+    assert (await rig.read(engine, prompt_of(IDS[::-1]))).tokens == 999
+    assert not any("<699 ids>" in line for line in rig.journal())
 
 
 async def test_a_stop_that_comes_too_late_is_no_harm(rig: Rig) -> None:

@@ -20,6 +20,7 @@ from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Figures
 
 CONTROL_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 2.0  # servers answer this while they compute, load, or wait for their own work
 
 
 class HttpEngine:

@@ -15,7 +15,7 @@ from splitproxy.api.sse import EventReader, is_comment
 from splitproxy.api.wire import pin
 from splitproxy.books.sessions import SessionStore
 from splitproxy.engines.adapter import Deadlines, Encode, Progress, Sample, SlotState, to_the_end
-from splitproxy.engines.http import HttpEngine, figures, require_ok, timing, translated, well_formed
+from splitproxy.engines.http import HEALTH_TIMEOUT_S, HttpEngine, figures, require_ok, timing, translated, well_formed
 from splitproxy.engines.slotfile import read_head
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, EngineState, Figures, Identity, InVain, Prompt, Redeemed, Ticket, Tokens
@@ -23,7 +23,6 @@ from splitproxy.tokens.trials import difference
 
 log = logging.getLogger(__name__)
 
-HEALTH_TIMEOUT_S = 2.0  # it answers this while it computes, loads, or waits for its own work
 TOKENIZE_TIMEOUT_S = 60.0
 # Tokens that may be read again after a restore while the session still counts as used. Sliding-window models go back to
 # a checkpoint a few tokens before the end; more means that it was not used.

@@ -14,10 +14,10 @@ from splitproxy.model import Tokens
 
 SILENCE_S = 300.0  # an engine may be silent for so long, whatever it does
 SLOWEST_TOKENS_PER_S, LONGEST_COUNTED = 50, 32768  # before the first line about a prompt
+BESIDE_PROMPT_TOKENS = 8 + 1  # of the context: what the engine keeps for itself, and one token of answer
 CHUNK_FACTOR = 3  # a chunk may take so many times as long as the one before
 WAIT_MAX_S = 3600
 FIELDS_LEAST, FIELDS_READ, READ_FIELD, REUSED_FIELD = 5, 14, 13, 7
-FINISHES = frozenset({"stop", "length", "cancel"})
 SESSION_ERRORS = frozenset({"invalid", "memory", "storage", "io"})
 
 
@@ -86,7 +86,7 @@ class Done:
     prompt_tokens: int
     prompt_ms: float
     decode_ms: float
-    finish: str
+    finish: str  # stop, length, cancel, or another word for the end of a reading
     reused_tokens: int = 0
     read_tokens: int | None = None
 
@@ -183,7 +183,7 @@ def _written(_: str, rest: str) -> Event:
 def _done(_: str, rest: str) -> Event:
     """Older engines end after fewer fields."""
     words = rest.split()
-    if len(words) < FIELDS_LEAST or words[4] not in FINISHES:
+    if len(words) < FIELDS_LEAST:
         raise ValueError
     reused = _count(words[REUSED_FIELD]) if len(words) > REUSED_FIELD else 0
     read = _count(words[READ_FIELD]) if len(words) >= FIELDS_READ else None
@@ -262,6 +262,7 @@ class Reading:
 
     def __init__(self, prompt_tokens: int, silence_s: float = SILENCE_S) -> None:
         self.end: Done | Refused | Fatal | None = None
+        self.prompt_tokens = prompt_tokens
         self.begun = False  # an engine that refuses afterwards ends
         self.limit_s = silence_s + min(prompt_tokens, LONGEST_COUNTED) / SLOWEST_TOKENS_PER_S
         self._silence_s = silence_s
@@ -270,7 +271,7 @@ class Reading:
     def feed(self, event: Event) -> None:
         """The next line. Raises OutOfStep for one of a session file's."""
         match event:
-            case Refused() if self.begun:
+            case Refused() if self.begun or event.reason.startswith("verify"):  # a DONE may follow such a one
                 self.end = Fatal(event.reason)
             case Done() | Refused() | Fatal():
                 self.end = event

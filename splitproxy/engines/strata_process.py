@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from splitproxy.books.sessions import SessionStore
@@ -111,7 +111,7 @@ class StrataProcess:
             vocabulary=None,
             template=None,
             special_tokens=None,
-            context=pipe.context,
+            context=pipe.context - lines.BESIDE_PROMPT_TOKENS,
             slots=1,
             session=f"context {pipe.context}",
         )
@@ -146,47 +146,54 @@ class StrataProcess:
     async def _read(self, ids: Tokens, progress: Progress) -> lines.Done:
         """Have a prompt read up to its last token, which stays for the decode engine."""
         pipe = await self._ready(Step.PREFILL)
+        if (fits := pipe.context - lines.BESIDE_PROMPT_TOKENS) < len(ids):
+            # The engine may keep its refusal to itself until it prints something else.
+            message = f"a prompt of {len(ids)} tokens does not fit: the engine takes {fits}"
+            raise EngineError(Step.PREFILL, Cause.REFUSED, message)
         if self._knows_prefill:
             asked, count = lines.generate(0, ids, prefill_only=True), len(ids)
         else:
             # The token that is written is not part of the session: it ends where a continuing request begins.
             asked, count = lines.generate(1, ids.head(len(ids) - 1)), len(ids) - 1
-        done = await self._in_its_turn(self._reading(pipe, asked, count, progress), stop=pipe)
+        done = await self._in_its_turn(pipe, asked, count, progress)
         if done.prompt_tokens != count or done.finish == "cancel":
+            await pipe.kill()  # this may be the answer to an earlier prompt
             message = f"{done.prompt_tokens} tokens were read instead of {count}, and it ended with {done.finish}"
             raise EngineError(Step.PREFILL, Cause.CORRUPT, message)
         return done
 
-    async def _in_its_turn(self, work: Coroutine[Any, Any, lines.Done], stop: Pipe) -> lines.Done:
-        """Run a reading. Left early, the engine is told to stop, and goes on to hold its turn until it has."""
-        task = asyncio.create_task(work)
+    async def _in_its_turn(self, pipe: Pipe, asked: str, count: int, progress: Progress) -> lines.Done:
+        """Have a prompt read. Left early, the engine is told to stop, and goes on to hold its turn until it has."""
+        await self._turn.acquire()
+        left = asyncio.Event()
+        task = asyncio.create_task(self._reading(pipe, asked, count, progress, left))
         self._running.add(task)
         task.add_done_callback(self._ended)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if not task.done() and stop.alive:
-                if stop.stops:
-                    stop.write(lines.STOP)
-                else:
-                    stop.abort()
+            left.set()
+            if not task.done():
+                _stop(pipe)
             raise
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._turn.release()
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # it may go unheard: the caller has left
 
-    async def _reading(self, pipe: Pipe, asked: str, count: int, progress: Progress) -> lines.Done:
-        async with self._turn:
-            seen = lines.Reading(count, self._silence_s)
-            pipe.write(asked, Step.PREFILL)
-            told = -1
-            while seen.end is None:
-                event = await self._next(pipe, Step.PREFILL, seen)
-                if isinstance(event, lines.Read | lines.Reused) and event.tokens > told:
-                    told = event.tokens  # what is reused is told again when all is read
-                    progress(Step.PREFILL, min(told, count), count)
+    async def _reading(self, pipe: Pipe, asked: str, count: int, progress: Progress, left: asyncio.Event) -> lines.Done:
+        seen = lines.Reading(count, self._silence_s)
+        pipe.write(asked, Step.PREFILL)
+        told = -1
+        while seen.end is None:
+            event = await self._next(pipe, Step.PREFILL, seen)
+            if left.is_set() and seen.end is None:
+                _stop(pipe)  # again: the engine forgets what came before it had begun
+            if isinstance(event, lines.Read | lines.Reused) and event.tokens > told:
+                told = event.tokens  # what is reused is told again when all is read
+                progress(Step.PREFILL, min(told, count), count)
         match seen.end:
             case lines.Done() as done:
                 return done
@@ -234,6 +241,7 @@ class StrataProcess:
     async def _check(self, name: str, saved: lines.Transferred, held: int) -> None:
         """Compare a saved file with what was to be saved."""
         if saved.tokens != held:
+            self.abort()  # nobody knows any more what it holds
             raise EngineError(Step.SAVE, Cause.CORRUPT, f"{saved.tokens} tokens were saved instead of {held}")
         try:
             head = await self._store.read(name, read_head)
@@ -293,35 +301,57 @@ async def _knows_prefill(pipe: Pipe, silence_s: float) -> bool:
     """
     trial = Tokens([0, 0])
     seen = lines.Reading(len(trial), silence_s)
-    pipe.write(lines.generate(0, trial, prefill_only=True))
     try:
-        event = await pipe.next(Step.CONTROL, ASK_S)
-    except EngineError as error:
-        if error.cause is not Cause.TIMEOUT:
-            raise
+        pipe.write(lines.generate(0, trial, prefill_only=True))
+        event = await _first_of_answer(pipe)
+        if event is not None:
+            seen.feed(event)
+            return await _answer(pipe, seen)
         pipe.write(lines.generate(1, trial))
         known = await _answer(pipe, seen)
         await _answer(pipe, lines.Reading(len(trial), silence_s))
         return known
-    return await _answer(pipe, seen, event)
-
-
-async def _answer(pipe: Pipe, seen: lines.Reading, first: lines.Event | None = None) -> bool:
-    """Read an answer to its end: whether it was none of refusal."""
-    event = first
-    try:
-        while True:
-            if event is not None:
-                seen.feed(event)
-            if seen.end is not None:
-                return isinstance(seen.end, lines.Done)
-            event = await pipe.next(Step.CONTROL, seen.limit_s)
     except lines.OutOfStep as reason:
         await pipe.kill()
         raise EngineError(Step.CONTROL, Cause.CORRUPT, f"is out of step: {reason}") from None
     except BaseException:
         await pipe.kill()
         raise
+
+
+async def _first_of_answer(pipe: Pipe) -> lines.Event | None:
+    """The first line that belongs to an answer; None where none comes in time, whatever else is printed."""
+    try:
+        async with asyncio.timeout(ASK_S):
+            while isinstance(event := await pipe.next(Step.CONTROL, ASK_S), lines.Other | lines.Info):
+                pass
+            return event
+    except TimeoutError:
+        return None
+    except EngineError as error:
+        if error.cause is not Cause.TIMEOUT:
+            raise
+        return None
+
+
+async def _answer(pipe: Pipe, seen: lines.Reading) -> bool:
+    """Read an answer to its end: whether it was none of refusal. Raises EngineError and OutOfStep."""
+    while seen.end is None:
+        seen.feed(await pipe.next(Step.CONTROL, seen.limit_s))
+    match seen.end:
+        case lines.Fatal(reason):
+            raise EngineError(Step.CONTROL, Cause.DIED, _said(reason))
+        case lines.Done() as done if done.prompt_tokens != seen.prompt_tokens:
+            raise lines.OutOfStep(f"{done.prompt_tokens} tokens were read instead of {seen.prompt_tokens}")
+    return isinstance(seen.end, lines.Done)
+
+
+def _stop(pipe: Pipe) -> None:
+    """Have the engine end what it does; one that cannot stop is ended itself."""
+    if not pipe.stops:
+        pipe.abort()
+    elif pipe.alive:
+        pipe.write(lines.STOP)
 
 
 def _said(reason: str) -> str:

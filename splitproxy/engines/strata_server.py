@@ -18,15 +18,9 @@ import orjson
 from splitproxy.api.sse import MEDIA_TYPE, EventReader, is_comment
 from splitproxy.books.sessions import SessionStore
 from splitproxy.engines.adapter import Answer, Call, Deadlines, Encode, Progress, Sample, SlotState, Take, to_the_end
-from splitproxy.engines.http import (
-    HttpEngine,
-    figures,
-    timing,
-    translated,
-    well_formed,
-)
+from splitproxy.engines.http import HEALTH_TIMEOUT_S, HttpEngine, figures, timing, translated, well_formed
 from splitproxy.engines.strata_file import read_head
-from splitproxy.engines.strata_lines import LONGEST_COUNTED, SLOWEST_TOKENS_PER_S
+from splitproxy.engines.strata_lines import BESIDE_PROMPT_TOKENS, LONGEST_COUNTED, SLOWEST_TOKENS_PER_S
 from splitproxy.engines.strata_prompt import PlainTemplate, Template, estimate, request_of, template
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, EngineState, Figures, Identity, InVain, Prompt, Redeemed, Ticket, Tokens
@@ -34,7 +28,6 @@ from splitproxy.model import Api, Ask, EngineState, Figures, Identity, InVain, P
 log = logging.getLogger(__name__)
 
 COUNT_TIMEOUT_S = 60.0
-HEALTH_TIMEOUT_S = 2.0  # it answers this while its engine computes or loads
 CHAT, COUNT = "/v1/chat/completions", "/v1/messages/count_tokens"
 # What a template puts behind the last turn's beginning, at most: the answer's header, and perhaps an empty thought.
 LAST_TURN_TOKENS = 64
@@ -91,7 +84,7 @@ class StrataServer(HttpEngine):
             vocabulary=None,
             template=hashlib.sha256(source.encode()).hexdigest()[:16] if source else "",
             special_tokens=None,
-            context=context,
+            context=context - BESIDE_PROMPT_TOKENS,
             slots=max(slots, 1),
             session=f"context {context}",
         )
