@@ -241,7 +241,8 @@ class StrataProcess:
     async def _check(self, name: str, saved: lines.Transferred, held: int) -> None:
         """Compare a saved file with what was to be saved."""
         if saved.tokens != held:
-            self.abort()  # nobody knows any more what it holds
+            if self._pipe is not None:
+                await self._pipe.kill()  # nobody knows any more what it holds
             raise EngineError(Step.SAVE, Cause.CORRUPT, f"{saved.tokens} tokens were saved instead of {held}")
         try:
             head = await self._store.read(name, read_head)
