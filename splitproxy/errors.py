@@ -70,6 +70,7 @@ class Fault(StrEnum):
     DECODE_TIMEOUT = "decode_timeout"
     OUT_OF_ROOM = "out_of_room"  # an answer without a limit outgrew the decode engine's pool
     SHUTTING_DOWN = "shutting_down"
+    UNKNOWN_CODING = "unknown_coding"
 
 
 def http_status(fault: Fault) -> int:
@@ -85,6 +86,8 @@ def http_status(fault: Fault) -> int:
             return 413
         case Fault.QUEUE_FULL:
             return 429
+        case Fault.UNKNOWN_CODING:
+            return 501
         case Fault.DECODE_FAILED:
             return 502
         case (

@@ -34,6 +34,7 @@ EXCEPTIONS = {("engines.adapter", "asyncio")}  # `to_the_end` is part of what an
 
 # Libraries that only these modules know.
 KNOWN_TO = {
+    "brotli": {"api.packing"},
     "aiohttp": {"serve.app", "engines.http", "measure.load", "run.processes"},
     "jinja2": {"engines.strata_prompt"},
     "matplotlib": {"measure.charts"},

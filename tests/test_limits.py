@@ -160,7 +160,7 @@ async def test_a_body_in_an_unknown_coding_is_refused(
     fake: Start, path: str, coding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What nobody here can unpack, nobody can pin to a slot: the client is told what it may send."""
-    monkeypatch.setattr(app, "CODINGS", frozenset({"identity", "gzip", "deflate"}))
+    monkeypatch.setattr(app, "CODINGS", frozenset({"gzip", "deflate"}))
     reader, writer = await fake(), await fake()
     async with proxy(reader, writer) as p:
         answer = await talk(p, raw("POST", path, b"{}", f"Content-Encoding: {coding}"))
@@ -173,10 +173,38 @@ async def test_a_broken_packed_body_is_refused(fake: Start, path: str) -> None:
     """What cannot be unpacked is the client's mistake."""
     reader, writer = await fake(), await fake()
     async with proxy(reader, writer) as p:
-        for data in (b"no gzip at all", gzip.compress(b'{"prompt": "x"}')[:15], b"\x1f\x8b\x08\x00" + b"\xff" * 50):
+        half = gzip.compress(b'{"prompt": "x"}')[:-8]
+        for data in (b"no gzip at all", half[:15], half, b"\x1f\x8b\x08\x00" + b"\xff" * 50):
             reply = await p.ask(path, data, Content_Encoding="gzip")
             assert (reply.status, error_of(reply, path)["type"]) == (400, "invalid_request_error")
         assert (await p.long()).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/tokenize"])
+async def test_a_transfer_in_an_unknown_coding_is_refused(fake: Start, path: str) -> None:
+    """Packed bytes are not taken for the body."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer) as p:
+        answer = await talk(p, raw("POST", path, b"2\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: gzip, chunked"))
+        assert status(answer) == 501
+        assert (
+            json_of(answer)["error"]["message"] == "Transfer-Encoding: 'gzip, chunked' cannot be read here; chunked can"
+        )
+        assert writer.steps() == []
+
+
+async def test_who_uploads_at_the_shutdown_is_told(fake: Start) -> None:
+    """A client in the middle of its body gets words, too, when the proxy stops."""
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer, drain_s=0.05) as p:
+        incoming, outgoing = await asyncio.open_connection(*p.host)
+        outgoing.write(raw("POST", CHAT, b"{", "Content-Length: 100"))
+        await until(lambda: p.proxy.running)
+        await p.stop()
+        async with asyncio.timeout(5):
+            answer = await incoming.read()
+        outgoing.close()
+    assert (status(answer), json_of(answer)["error"]["message"]) == (503, "the proxy is shutting down")
 
 
 @pytest.mark.parametrize("size", [1, 1000])

@@ -20,6 +20,7 @@ _HEAD_END = b"\r\n\r\n"
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: [^\r\n\0]*)?")
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _UNFIT_VALUE = re.compile(r"[\r\n\0]")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")  # everything but the tab
 _SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _BODILESS = frozenset({204, 304})
@@ -72,7 +73,7 @@ def read_head(block: bytes) -> Head:
 def _field(line: bytes) -> tuple[str, str]:
     name, colon, value = line.partition(b":")
     text = value.strip(b" \t").decode("utf-8", "surrogateescape")
-    if not colon or not _NAME.fullmatch(name) or _UNFIT_VALUE.search(text):
+    if not colon or not _NAME.fullmatch(name) or _CONTROL.search(text):
         raise BrokenAnswer("a line of its head is no field")
     return name.decode("ascii"), text
 
