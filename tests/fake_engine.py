@@ -599,7 +599,8 @@ class _Job:
         await self._engine.suffer(self._stage, self._request, self._call)
         await reply.open()
         try:
-            await self._read()
+            with self._engine.slots.reading(self._slot):
+                await self._read()
             await self._write()
         except RefusalError as error:
             if not reply.streams:

@@ -5,7 +5,8 @@ It knows nothing of HTTP. Everything runs in one event loop, and nothing here wa
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -78,6 +79,7 @@ class Slots:
         self._violations = violations
         self._turns = 0
         self._thread = asyncio.Lock()  # the one thread that computes
+        self._reading: dict[int, asyncio.Event] = {}  # slots whose prompt is not read yet, and what tells its end
         self._leaving: dict[int, asyncio.TimerHandle] = {}
 
     def __getitem__(self, number: int) -> Slot:
@@ -181,16 +183,36 @@ class Slots:
 
     # ---- time ----
 
+    @contextmanager
+    def reading(self, slot: Slot) -> Iterator[None]:
+        """For as long as a slot's prompt is not read, which keeps the prompts of higher slots waiting."""
+        ended = self._reading[slot.id] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._reading[slot.id]
+            ended.set()
+
     async def read(self, slot: Slot, seconds: float) -> None:
-        """Spend the time of a batch. It keeps every other step waiting, and runs to its end even if nobody wants it."""
-        async with self._thread:
-            loop = asyncio.get_running_loop()
-            ends = loop.time() + seconds
-            try:
-                await asyncio.sleep(seconds)
-            except asyncio.CancelledError:
-                slot.lag_s = ends - loop.time()
-                raise
+        """Spend the time of a batch. It keeps every other step waiting, and runs to its end even if nobody wants it.
+
+        The real engine fills each batch slot by slot, from the first on, whoever came first.
+        """
+        while True:
+            while (first := min(self._reading, default=slot.id)) < slot.id:
+                await self._reading[first].wait()
+            async with self._thread:
+                if min(self._reading, default=slot.id) >= slot.id:
+                    return await self._spend(slot, seconds)
+
+    async def _spend(self, slot: Slot, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + seconds
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            slot.lag_s = ends - loop.time()
+            raise
 
     async def write(self, seconds: float) -> None:
         """Spend the time of one answer token. Answers are written side by side, but not while a batch is read."""

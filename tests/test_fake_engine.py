@@ -603,6 +603,19 @@ async def test_speed_is_a_knob(fake: Start, talk: Talk) -> None:
     assert timings["predicted_ms"] >= 1000 * 11 / 500
 
 
+@pytest.mark.parametrize(("first", "second", "overtakes"), [(1, 0, True), (0, 1, False)])
+async def test_a_lower_slot_is_read_first(fake: Start, talk: Talk, first: int, second: int, overtakes: bool) -> None:
+    """Each batch is filled slot by slot, so that a prompt in a lower slot overtakes one that came before it."""
+    engine = await fake(slots=2, batch=100)
+    engine.knobs.read_tps = 10_000
+    early = asyncio.ensure_future(talk.read(engine, slot=first))
+    await engine.until(lambda: engine.calls and engine.calls[0].read >= 200)
+    late = asyncio.ensure_future(talk.read(engine, PROMPT[:500], slot=second))
+    await asyncio.wait([early, late], return_when=asyncio.FIRST_COMPLETED)
+    assert (late.done(), early.done()) == (overtakes, not overtakes)
+    await asyncio.gather(early, late)
+
+
 async def test_a_stream_closes_its_connection_unannounced(fake: Start) -> None:
     """After a stream the connection is closed although no header said so, which a pooled client meets as an error."""
     engine = await fake()

@@ -144,6 +144,17 @@ def test_readings_at_the_same_time_are_marked(forecast: Forecast, clock: Clock) 
             assert elsewhere.crowded
 
 
+@pytest.mark.parametrize(("slot", "reading_s"), [(0, 4), (1, 4), (2, 7), (None, 7)])
+def test_a_lower_slot_is_read_first(forecast: Forecast, slot: int | None, reading_s: float) -> None:
+    """Engines fill each batch slot by slot: a prompt waits for those in lower slots, and where no slot is known, for
+    all."""
+    with forecast.job("w", 3.0) as lower, forecast.job("w", 3.0) as higher, forecast.job("w", 1.0) as anywhere:
+        higher.begin(Phase.READING, slot=2)
+        lower.begin(Phase.READING, slot=0)
+        anywhere.begin(Phase.READING)
+        assert forecast.decode_view(DecodeView("w", 0, 8192, 5, slot=slot), 10).reading_s == reading_s
+
+
 # -- readings that overlap ---------------------------------------------------------------------------------------------
 
 

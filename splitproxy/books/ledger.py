@@ -40,6 +40,15 @@ EMPTY = Holding()
 
 
 @dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a prompt would meet on an engine if it came now."""
+
+    slot: int | None = None  # that it would get; None: none is free
+    held: int = 0  # leading tokens of the prompt that the slot is believed to hold
+    beside: int = 0  # cells that all other slots fill
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The right to use one slot (or, with slot None, a whole engine) until it is released."""
 
@@ -187,15 +196,17 @@ class Ledger:
 
     def held(self, engine: str, tokens: Tokens) -> int:
         """How many leading tokens of a prompt the slot that it would get is believed to hold."""
-        return self.outlook(engine, tokens)[0]
+        return self.outlook(engine, tokens).held
 
-    def outlook(self, engine: str, tokens: Tokens) -> tuple[int, int]:
-        """What the slot that a prompt would get is believed to hold of it, and the cells that all other slots fill."""
+    def outlook(self, engine: str, tokens: Tokens) -> Outlook:
+        """What a prompt would meet if it came now; while no slot is free, in the one that it would take of all."""
         if engine not in self._engines:
-            return 0, 0
+            return Outlook()
         books = self._engines[engine]
-        slot, held = _choose(books.free() or books.slots, tokens)
-        return held, sum(other.cells for other in books.slots if other is not slot)
+        free = books.free()
+        slot, held = _choose(free or books.slots, tokens)
+        beside = sum(other.cells for other in books.slots if other is not slot)
+        return Outlook(slot.number if free else None, held, beside)
 
     def beside(self, lease: Lease) -> int:
         """The cells of the pool that slots without a part in a lease may fill."""
@@ -205,8 +216,7 @@ class Ledger:
 
     def place(self, engine: str, tokens: Tokens) -> int | None:
         """The slot that a prompt would get if it came now; None where none is free."""
-        free = self._engines[engine].free() if engine in self._engines else []
-        return _choose(free, tokens)[0].number if free else None
+        return self.outlook(engine, tokens).slot
 
     def indifferent(self) -> bool:
         """Whether a prompt's ids would change nothing about the slot it gets: there is one, or none holds anything."""

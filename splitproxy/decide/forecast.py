@@ -43,13 +43,17 @@ class Job:
     hindered: bool = False  # whether another engine read at the same time
     target: str = ""  # the decode engine that a prefill engine reads for
     reads: Reading | None = None  # what it reads, where that is known
+    slot: int | None = None  # where it reads, as far as that is known
     _known: int | None = None  # tokens that the engine need not read, by its first report
 
-    def begin(self, phase: Phase, engine: str | None = None, reads: Reading | None = None) -> None:
+    def begin(
+        self, phase: Phase, engine: str | None = None, reads: Reading | None = None, slot: int | None = None
+    ) -> None:
         """The job has come to this phase; a slot may have been found on another engine than the one first asked."""
         if self.phase is Phase.READING:
             self.forecast.stop_reading(self, finished=phase is Phase.WRITING)
         self.engine, self.reads = engine or self.engine, reads or self.reads
+        self.slot = self.slot if slot is None else slot
         self.phase, self.since = phase, self.forecast.clock()
         if phase is Phase.READING:
             self.forecast.start_reading(self)
@@ -82,6 +86,12 @@ class Job:
             return self.reading_left_s(now) + self.write_s
         begun = self.since if self.phase is Phase.WRITING else self.since + self.read_s
         return _left_s(self.write_s, now - begun)
+
+
+def _comes_first(job: Job, slot: int | None) -> bool:
+    """Whether an engine reads on for a job before it reads the prompt in a slot: batches are filled slot by slot, so a
+    prompt in a lower slot overtakes one that came before it."""
+    return job.slot is None or slot is None or job.slot <= slot
 
 
 def _left_s(predicted_s: float, passed_s: float) -> float:
@@ -209,7 +219,9 @@ class Forecast:
             view,
             streams=sum(job.at(now) is not Phase.WAITING for job in jobs),
             wait_s=self.wait_s(view.engine, view.free_slots),
-            reading_s=sum(job.reading_left_s(now) for job in jobs if job.at(now) is Phase.READING),
+            reading_s=sum(
+                job.reading_left_s(now) for job in jobs if job.at(now) is Phase.READING and _comes_first(job, view.slot)
+            ),
             coming_s=self._coming_s(view.engine, now),
             slows=max(
                 (self.speeds.slowed_part(job.engine) for job in self._jobs if job.target == view.engine), default=0.0

@@ -119,8 +119,9 @@ class Fleet:
         decode = [
             DecodeView(
                 engine=name,
-                held_tokens=outlooks[name][0],
-                beside=outlooks[name][1],
+                held_tokens=outlooks[name].held,
+                slot=outlooks[name].slot,
+                beside=outlooks[name].beside,
                 context=ledger.context(name),
                 free_slots=ledger.count(name).free,
                 waiting=self._admission.waiting_for(name),

@@ -231,7 +231,7 @@ class Request:
         while True:
             lease = await self._ready_slot(route)
             self.trace.beside = self.service.ledger.beside(lease)
-            job.begin(Phase.READING, lease.engine, self._reads(lease))
+            job.begin(Phase.READING, lease.engine, self._reads(lease), lease.slot)
             if room is not None:
                 room.release()  # the session file is gone
             try:
