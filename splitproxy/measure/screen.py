@@ -77,7 +77,7 @@ def _engines(proxy: Proxy) -> Table:
 
 
 def _pairs(proxy: Proxy) -> Table:
-    table = _table("handover", "state", "reused", "session", "save", "restore", "tokens/s read by prefill, decode")
+    table = _table("handover", "state", "reused", "session", "save", "restore", "reading, tokens/s")
     for (source, target), pair in proxy.fleet.pairs.items():
         proven = pair.state is PairState.PROVEN
         state = Text("proven", "green") if proven else Text(pair.fault or pair.state.value, "red")
@@ -94,7 +94,7 @@ def _proof(report: Report | None) -> Sequence[str]:
         f"{report.session_bytes / 2**20:.1f} MiB",
         f"{report.save_ms:.0f} ms",
         f"{report.restore_ms:.0f} ms",
-        f"{report.prefill_tokens_per_s:,.0f} and {report.decode_tokens_per_s:,.0f}",
+        f"prefill {report.prefill_tokens_per_s:,.0f}\ndecode {report.decode_tokens_per_s:,.0f}",
     )
 
 
