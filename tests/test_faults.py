@@ -1,6 +1,7 @@
 """Every stage fails in every way: the answer is right all the same, or the error is clear and in the client's words."""
 
 import asyncio
+import itertools
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from splitproxy.engines import llama_server, strata_server
-from splitproxy.fleet import health, slots
+from splitproxy.fleet import health, pairs, slots
 from splitproxy.model import EngineState, PairState
 from tests.fake_engine import FakeEngine
 from tests.harness import CHAT, FLOOR, SPLITTABLE, Reply, Running, body, needs, proxy, right_text, until, words
@@ -568,6 +569,25 @@ async def test_a_folder_that_is_not_shared_is_noticed(fake: Start, tmp_path: Pat
         reply = await p.ask(CHAT, body(CHAT, LONG))
         assert (reply.status, reply.way) == (200, ("local", "pair_unproven"))
         assert "--slot-save-path" in p.pair()[1]
+
+
+async def test_a_pair_that_fails_again_and_again_is_tested_less_often(
+    fake: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each self-test keeps clients waiting, and may leave a file in a folder that is not ours: the waits double."""
+    times: list[float] = []
+
+    async def fails(_: pairs.Pairs, pair: pairs.Pair) -> None:
+        pair.tests += 1
+        times.append(asyncio.get_running_loop().time())
+
+    monkeypatch.setattr(pairs.Pairs, "_test", fails)
+    reader, writer = await fake(), await fake()
+    async with proxy(reader, writer, judged=False, retry_s=0.05) as p:
+        await until(lambda: len(times) >= 5)
+        assert p.pair()[0] is PairState.UNPROVEN
+    waits_s = [after - before for before, after in itertools.pairwise(times[-4:])]
+    assert all(wait_s > least_s for wait_s, least_s in zip(waits_s, (0.04, 0.08, 0.16), strict=True))
 
 
 async def test_a_self_test_of_an_engine_that_was_is_no_proof(fake: Start) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from splitproxy.books.admission import Admission, Turn
@@ -19,7 +18,8 @@ from splitproxy.model import EngineState, InVain, PairState, Role
 
 log = logging.getLogger(__name__)
 
-PROBE_RETRY_S = 60.0
+PROBE_RETRY_S = 60.0  # after the first self-test that failed; twice as long after each further one
+PROBE_RETRY_MAX_S = 3600.0
 PROBE_PATIENCE_S = 30.0  # how long a self-test lets every client go first
 PROBE_WAIT_S = 600.0
 PROBE_ANSWER_TOKENS = 64  # more than it has written
@@ -102,15 +102,25 @@ class Pairs(Mapping[tuple[str, str], Pair]):
                 pair.nudge.set()
 
     async def keep_proven(self, pair: Pair) -> None:
-        """Test a pair whenever it needs it: when both engines are up, and again while it is not proven."""
+        """Test a pair whenever it needs it: when both engines are up, and again while it is not proven.
+
+        What fails again and again waits longer and longer, until one of both engines comes up anew: each test keeps
+        clients waiting, and may leave a file where nobody removes it.
+        """
+        wait_s = PROBE_RETRY_S
         while True:
             pair.nudge.clear()
+            tests = pair.tests
             if pair.up and pair.state is not PairState.PROVEN:
                 await self._test(pair)
                 self._told()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(PROBE_RETRY_S):
+            try:
+                async with asyncio.timeout(wait_s):
                     await pair.nudge.wait()
+                wait_s = PROBE_RETRY_S
+            except TimeoutError:
+                failed = pair.tests > tests and pair.state is not PairState.PROVEN
+                wait_s = min(2 * wait_s, PROBE_RETRY_MAX_S) if failed else PROBE_RETRY_S
 
     async def _test(self, pair: Pair) -> None:
         source, target = pair.source, pair.target
@@ -215,6 +225,6 @@ class Pairs(Mapping[tuple[str, str], Pair]):
             pair.fault = f"the decode engine reads restored prompts again (likely {in_vain})"
             log.warning(
                 "pair %s -> %s is switched off: %d handovers in a row were restored and read again all the same. "
-                "Likely cause: %s. %s It is tested again every %.0f s.",
+                "Likely cause: %s. %s It is tested again within %.0f s.",
                 source, target, pair.ineffective, in_vain, pair.target.writer.remedy(in_vain), PROBE_RETRY_S,
             )  # fmt: skip
