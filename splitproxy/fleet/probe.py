@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from splitproxy.engines.adapter import Deadlines, Engine, PrefillEngine, Sample, to_the_end
 from splitproxy.errors import EngineError, Step
-from splitproxy.model import Figures, Identity, Prompt, Ticket
+from splitproxy.model import Estimate, Figures, Identity, Prompt, Ticket
 
 ANSWER_TOKENS = 8
 # The likeliest first tokens of the restored answer against those of the engine's own. Measured: one model shares all
@@ -117,7 +117,8 @@ class Probe:
         self.report.tokens = len(prompt)
         if not same:
             self.report.advice.append("The engines tokenize differently: they do not run the same model file.")
-        detail = f"{len(prompt)} tokens, the same ids from both" if same else "the engines give different ids"
+        counted = f"about {len(prompt)} tokens" if isinstance(prompt.tokens, Estimate) else f"{len(prompt)} tokens"
+        detail = f"{counted} for both" if same else "the engines give different ids"
         self._note("tokens", same and len(prompt) > 1, detail, start)
         return prompt
 
@@ -154,7 +155,7 @@ class Probe:
         self._note("read", True, speed, start + saving_s)
         detail = f"{ticket.tokens} tokens, {ticket.session_bytes / 2**20:.1f} MiB in {ticket.save_ms:.0f} ms"
         self._note("saved", True, detail, now - saving_s)
-        self._note("file", True, "size, format and token list are as they should be", now)
+        self._note("file", True, "as it should be, as far as it can be read", now)
         return ticket
 
     async def _restore(self, ticket: Ticket) -> None:

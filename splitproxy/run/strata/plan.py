@@ -104,7 +104,7 @@ def _read(path: Path) -> object:
         return json.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark in front
     except OSError as error:
         raise ConfigError([f"strata.config = {str(path)!r}: cannot be read: {error.strerror}"]) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"strata.config = {str(path)!r}: is not valid JSON: {error}"]) from None
 
 

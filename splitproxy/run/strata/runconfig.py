@@ -7,6 +7,7 @@ unknown key there is a fault.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, model_validator
@@ -84,7 +85,7 @@ class RunConfig(BaseModel):
     log: Text = ""
     tokenizer: Text = ""
     lib_dirs: tuple[Text, ...] = ()
-    env: dict[str, Any] = {}
+    env: dict[str, Argument] = {}
     backend: Text = ""
     api_key: Annotated[tuple[Text, ...], BeforeValidator(lambda v: keys(v) if isinstance(v, str) else v)] = ()
     split_serve: SplitServe | None = None
@@ -178,6 +179,16 @@ _KEY_RULES = (
         "an engine with batch slots saves and restores no session; remove it, or set it to 1",
     ),
     _KeyRule(
+        "batch",
+        lambda value: value is None or (isinstance(value, int) and value <= 1),
+        "an engine with batch slots saves and restores no session; remove it",
+    ),
+    _KeyRule(
+        "log",
+        lambda value: not isinstance(value, str) or not value or bool(PurePath(value).name),
+        "it must name a file, of which each engine gets one of its own",
+    ),
+    _KeyRule(
         "replicas",
         lambda value: value is None or (len(value) < 2 if isinstance(value, list) else value in (False, 0, 1)),
         "a server with replicas offers no session files; remove it, a pair has one engine for each role",
@@ -190,6 +201,11 @@ _FLAG_RULES = (
     _FlagRule(("--batch", "--slots"), "an engine with batch slots saves and restores no session"),
     _FlagRule(("--prompt-cache",), "the session file is made from the prompt cache", values=r"0+|-[0-9]+"),
     _FlagRule(("--serve",), "it is added where the engine is started"),
+    _FlagRule(
+        (ARENA_FLAG,),
+        "the engines share their experts only where both are given the same file; put it in args",
+        one_role=True,
+    ),
     _FlagRule(
         (
             *("--pack", "--native*", "--kv", "--max-context", "--kv-resident", "--mtp", "--mtp-window", "--no-ple"),
@@ -216,6 +232,8 @@ def _exclusions(tree: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
             for flag in _FLAG_RULES:
                 if flag.applies(name, value, role):
                     yield f"{key}: {shown} cannot be given: {flag.reason}"
+            if name == PROFILE_FLAG and not PurePath(value or "").name:
+                yield f"{key}: {shown}: must name a file, of which each engine gets one of its own"
             if name == MIN_FREE_FLAG and not re.fullmatch(r"[0-9]+", value or ""):
                 yield f"{key}: {shown}: must be a number of MiB, 0 or more"
     for name in CARD_VARIABLES:
