@@ -129,8 +129,9 @@ class Arms:
         self._read_tps = 2000 / at.decode_s(2000)
 
     async def run(self, cell: Cell, policy: Policy) -> Run:
-        """One run: what comes when is the same for every arm, the words are new."""
+        """One run: what comes when is the same for every arm, the words are new, and every slot is empty at first."""
         self._at.use(policy)
+        await self._at.clear()
         sizes = SIZES[cell.engines]
         own_s = {shape: shape.own_tokens / self._read_tps for shape in cell.shapes}
         shapes = [cell.shapes[number % len(cell.shapes)] for number in range(cell.prompts)]

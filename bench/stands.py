@@ -59,6 +59,16 @@ class Stand:
         while self.proxy.ledger.busy():  # noqa: ASYNC110 - slots are released by nobody who could tell
             await asyncio.sleep(0.01)
 
+    async def clear(self) -> None:
+        """Empty every slot of engines that are quiet: which slot a prompt gets, and so who is read first, then depends
+        on what is sent alone, and not on what was sent before."""
+        ledger = self.proxy.ledger
+        for name, member in self.proxy.fleet.members.items():
+            slots = ledger.count(name).free
+            for slot in range(slots):
+                await member.engine.erase(slot, self.proxy.exchange.settings.deadlines)
+            ledger.open(name, member.role, slots, ledger.context(name))
+
     async def noted(self, count: int) -> None:
         """Wait until so many requests have ended: a client has its answer a moment before that."""
         while len(self.records) < count:  # noqa: ASYNC110 - the same
