@@ -1,4 +1,5 @@
-"""What adapters of HTTP servers share: one client session, control calls, slot actions, and answers as they arrive.
+"""What adapters of HTTP servers share: one client session, control calls, slot actions, session files, and answers
+as they arrive.
 
 An adapter of one kind of server builds on `HttpEngine` and knows that server's paths and fields; nothing here does.
 Control calls are aiohttp's, clients' calls go through `answers`. Every connection is fresh: servers close idle and
@@ -6,28 +7,41 @@ just-streamed ones unannounced.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import orjson
 from yarl import URL
 
+from splitproxy.books.sessions import SessionStore
 from splitproxy.engines.adapter import Answer, Call, Deadlines
 from splitproxy.engines.answers import CONNECT_TIMEOUT_S, AnswerClient
 from splitproxy.errors import Cause, EngineError, Step
-from splitproxy.model import Figures
+from splitproxy.model import Figures, Redeemed, Ticket
 
 CONTROL_TIMEOUT_S = 10.0
 HEALTH_TIMEOUT_S = 2.0  # servers answer this while they compute, load, or wait for their own work
 
 
-class HttpEngine:
-    """One HTTP server at `url`. Must be closed."""
+class SavedHead(Protocol):
+    """What any kind of session file tells by its head."""
 
-    def __init__(self, name: str, url: str, api_key: str) -> None:
+    @property
+    def size_bytes(self) -> int: ...
+
+
+H = TypeVar("H", bound=SavedHead)
+
+
+class HttpEngine:
+    """One HTTP server at `url`, whose session files are in `store`. Must be closed."""
+
+    def __init__(self, name: str, url: str, api_key: str, store: SessionStore) -> None:
         self.name = name
+        self._store = store
         self._url = url
         self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._calls: set[asyncio.Timeout] = set()
@@ -61,6 +75,27 @@ class HttpEngine:
                 timeout_s = deadlines.transfer_timeout_s
                 answer: dict[str, Any] = await self.json(step, "POST", target, body, timeout_s=timeout_s)
         return answer
+
+    async def saved_file(self, name: str, saved: Mapping[str, Any], read_head: Callable[[Path], H]) -> H:
+        """The head of a file that the engine says to have `saved`, read by `read_head`. Raises EngineError where it is
+        not there, cannot be read, or has another size."""
+        try:
+            head = await self._store.read(name, read_head)
+        except FileNotFoundError:
+            message = (
+                f"the saved file is not in {self._store.folder}: split.dir and the engine's --slot-save-path must be "
+                "the same folder"
+            )
+            raise EngineError(Step.CHECK, Cause.CORRUPT, message) from None
+        except (OSError, ValueError) as error:
+            raise EngineError(Step.CHECK, Cause.CORRUPT, f"the session file is unusable: {error}") from None
+        if head.size_bytes != saved.get("n_written"):
+            message = f"the session file has {head.size_bytes} bytes, but {saved.get('n_written')} were written"
+            raise EngineError(Step.CHECK, Cause.CORRUPT, message)
+        return head
+
+    async def discard(self, ticket: Ticket) -> None:
+        await self._store.remove(ticket.handle)
 
     def advice(self, error: EngineError) -> list[str] | None:
         """What to change when a server of any kind failed this way; None where it depends on the kind."""
@@ -185,6 +220,11 @@ def figures(timings: dict[str, Any]) -> Figures:
         answer_tokens=int(timings.get("predicted_n", 0)),
         answer_ms=float(timings.get("predicted_ms", 0.0)),
     )
+
+
+def redeemed(answer: dict[str, Any]) -> Redeemed:
+    restored = answer.get("n_restored")
+    return Redeemed(restored if type(restored) is int else 0, timing(answer, "restore_ms"))
 
 
 def timing(answer: dict[str, Any], name: str) -> float:

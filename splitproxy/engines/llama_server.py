@@ -15,7 +15,16 @@ from splitproxy.api.sse import EventReader, is_comment
 from splitproxy.api.wire import pin
 from splitproxy.books.sessions import SessionStore
 from splitproxy.engines.adapter import Deadlines, Encode, Progress, Sample, SlotState, to_the_end
-from splitproxy.engines.http import HEALTH_TIMEOUT_S, HttpEngine, figures, require_ok, timing, translated, well_formed
+from splitproxy.engines.http import (
+    HEALTH_TIMEOUT_S,
+    HttpEngine,
+    figures,
+    redeemed,
+    require_ok,
+    timing,
+    translated,
+    well_formed,
+)
 from splitproxy.engines.slotfile import read_head
 from splitproxy.errors import Cause, EngineError, Step
 from splitproxy.model import Api, Ask, EngineState, Figures, Identity, InVain, Prompt, Redeemed, Ticket, Tokens
@@ -40,8 +49,7 @@ class LlamaServer(HttpEngine):
     spare_bytes = 0
 
     def __init__(self, name: str, url: str, api_key: str, store: SessionStore) -> None:
-        super().__init__(name, url, api_key)
-        self._store = store
+        super().__init__(name, url, api_key, store)
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
@@ -160,30 +168,14 @@ class LlamaServer(HttpEngine):
         if saved.get("n_saved") != len(prompt):
             message = f"{saved.get('n_saved')} tokens were saved instead of {len(prompt)}"
             raise EngineError(Step.SAVE, Cause.CORRUPT, message)
-        try:
-            head = await self._store.read(name, read_head)
-        except FileNotFoundError:
-            message = (
-                f"the saved file is not in {self._store.folder}: split.dir and the engine's --slot-save-path must be "
-                "the same folder"
-            )
-            raise EngineError(Step.CHECK, Cause.CORRUPT, message) from None
-        except (OSError, ValueError) as error:
-            raise EngineError(Step.CHECK, Cause.CORRUPT, f"the session file is unusable: {error}") from None
-        if head.size_bytes != saved.get("n_written"):
-            message = f"the session file has {head.size_bytes} bytes, but {saved.get('n_written')} were written"
-            raise EngineError(Step.CHECK, Cause.CORRUPT, message)
+        head = await self.saved_file(name, saved, read_head)
         if head.has_media or head.tokens != prompt:
             raise EngineError(Step.CHECK, Cause.CORRUPT, "the session file holds another prompt than the one read")
         return head.size_bytes
 
     async def redeem(self, ticket: Ticket, slot: int, deadlines: Deadlines) -> Redeemed:
         answer = await to_the_end(self.slot_action(Step.RESTORE, slot, "restore", ticket.handle, deadlines))
-        restored = answer.get("n_restored")
-        return Redeemed(restored if type(restored) is int else 0, timing(answer, "restore_ms"))
-
-    async def discard(self, ticket: Ticket) -> None:
-        await self._store.remove(ticket.handle)
+        return redeemed(answer)
 
     async def erase(self, slot: int, deadlines: Deadlines) -> None:
         await to_the_end(self.slot_action(Step.CONTROL, slot, "erase", None, deadlines))

@@ -18,7 +18,7 @@ import orjson
 from splitproxy.api.sse import MEDIA_TYPE, EventReader, is_comment
 from splitproxy.books.sessions import SessionStore
 from splitproxy.engines.adapter import Answer, Call, Deadlines, Encode, Progress, Sample, SlotState, Take, to_the_end
-from splitproxy.engines.http import HEALTH_TIMEOUT_S, HttpEngine, figures, timing, translated, well_formed
+from splitproxy.engines.http import HEALTH_TIMEOUT_S, HttpEngine, figures, redeemed, timing, translated, well_formed
 from splitproxy.engines.strata_file import read_head
 from splitproxy.engines.strata_lines import BESIDE_PROMPT_TOKENS, LONGEST_COUNTED, SLOWEST_TOKENS_PER_S
 from splitproxy.engines.strata_prompt import PlainTemplate, Template, estimate, request_of, template
@@ -53,8 +53,7 @@ class StrataServer(HttpEngine):
     spare_bytes = 0  # the server was told how much must stay free, and says so when it refuses
 
     def __init__(self, name: str, url: str, api_key: str, store: SessionStore, encode: Encode | None = None) -> None:
-        super().__init__(name, url, api_key)
-        self._store = store
+        super().__init__(name, url, api_key, store)
         self._encode = encode
         self._template: Template = PlainTemplate()
         self._bytes_per_token = BYTES_PER_TOKEN
@@ -199,25 +198,12 @@ class StrataServer(HttpEngine):
         wanted = tokens if read is None else read.cached_tokens + read.read_tokens
         if type(tokens) is not int or tokens < 1 or tokens != wanted:
             raise EngineError(Step.SAVE, Cause.CORRUPT, f"{tokens} tokens were saved instead of {wanted}")
-        try:
-            head = await self._store.read(name, read_head)
-        except FileNotFoundError:
-            message = (
-                f"the saved file is not in {self._store.folder}: split.dir and the server's --slot-save-path must be "
-                "the same folder"
-            )
-            raise EngineError(Step.CHECK, Cause.CORRUPT, message) from None
-        except (OSError, ValueError) as error:
-            raise EngineError(Step.CHECK, Cause.CORRUPT, f"the session file is unusable: {error}") from None
-        if head.size_bytes != saved.get("n_written"):
-            message = f"the session file has {head.size_bytes} bytes, but {saved.get('n_written')} were written"
-            raise EngineError(Step.CHECK, Cause.CORRUPT, message)
+        head = await self.saved_file(name, saved, read_head)
         return tokens, head.size_bytes
 
     async def redeem(self, ticket: Ticket, slot: int, deadlines: Deadlines) -> Redeemed:
         answer = await to_the_end(self._restore(ticket, slot, deadlines))
-        restored = answer.get("n_restored")
-        return Redeemed(restored if type(restored) is int else 0, timing(answer, "restore_ms"))
+        return redeemed(answer)
 
     async def _restore(self, ticket: Ticket, slot: int, deadlines: Deadlines) -> dict[str, Any]:
         try:
@@ -227,9 +213,6 @@ class StrataServer(HttpEngine):
                 raise
         await self.erase(slot, deadlines)  # a request loads the model; a slot action does not
         return await self.slot_action(Step.RESTORE, slot, "restore", ticket.handle, deadlines)
-
-    async def discard(self, ticket: Ticket) -> None:
-        await self._store.remove(ticket.handle)
 
     async def erase(self, slot: int, deadlines: Deadlines) -> None:
         """Have the slot hold a few words: the server cannot empty it, but it keeps one conversation alone."""
