@@ -10,19 +10,18 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
 from splitproxy.config import Config, Engine, Launch
 from splitproxy.engines import embedded
 from splitproxy.errors import ConfigError, LaunchError
-from splitproxy.model import Kind, Role
+from splitproxy.model import Kind
 from splitproxy.run import flags
-from splitproxy.run.processes import Child, Processes, Progress, Told, address_of, local_engines, log_folder, new_log
+from splitproxy.run.processes import Child, Launching, Progress, address_of, local_engines, log_folder, new_log
 
 log = logging.getLogger(__name__)
 
 
-class Launcher:
+class Launcher(Launching):
     """The two engines of `splitproxy up`, from the first start to the last stop.
 
     `engines` names them as the rest of the proxy addresses them. Raises ConfigError with every fault of [launch].
@@ -38,23 +37,8 @@ class Launcher:
         _refuse(launch)
         self._launch = launch
         self._session_dir = session_dir
-        self._processes = Processes(launch.start_timeout_s, heal_interval_s=heal_interval_s, stop_grace_s=stop_grace_s)
+        super().__init__(launch.start_timeout_s, heal_interval_s, stop_grace_s)
         self.engines: tuple[Engine, ...] = local_engines(config, Kind.LLAMA_SERVER)
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.stop()
-
-    def alive(self, role: Role) -> bool:
-        """Whether the engine's process runs and has answered that it is ready."""
-        return self._processes.alive(role)
-
-    def tell(self, told: Told) -> None:
-        """Have somebody told of each engine whose process ends by itself, before it is started again."""
-        self._processes.told = told
 
     async def start(self, progress: Progress | None = None) -> None:
         """Start both engines, as `Processes.start` does. Raises LaunchError."""

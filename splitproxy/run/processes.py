@@ -13,10 +13,11 @@ import signal
 import socket
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -151,6 +152,34 @@ class Processes:
                 # Once per change of state: the same words each minute would hide what else the log says.
                 log.log(logging.INFO if failing else level, "%s", error)
                 failing = True
+
+
+class Launching(ABC):
+    """What starts a pair of engines and stops it: an async context manager over their processes."""
+
+    def __init__(self, start_timeout_s: float, heal_interval_s: float, stop_grace_s: float) -> None:
+        self._processes = Processes(start_timeout_s, heal_interval_s=heal_interval_s, stop_grace_s=stop_grace_s)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop()
+
+    @abstractmethod
+    async def start(self, progress: Progress | None = None) -> None: ...
+
+    @abstractmethod
+    async def stop(self) -> None: ...
+
+    def alive(self, role: Role) -> bool:
+        """Whether the engine's process runs and is ready. An engine on stdio is its adapter's to watch."""
+        return self._processes.alive(role)
+
+    def tell(self, told: Told) -> None:
+        """Have somebody told of each engine whose process ends by itself, before it is started again."""
+        self._processes.told = told
 
 
 def _say_nothing(_role: Role, _text: str) -> None:

@@ -12,7 +12,7 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import orjson
 
@@ -20,7 +20,7 @@ from splitproxy.books.sessions import SHARED_MEMORY, fresh_dir, hold
 from splitproxy.config import Config, Engine
 from splitproxy.errors import ConfigError
 from splitproxy.model import Kind, Policy, Role
-from splitproxy.run.processes import Child, Processes, Progress, Told, address_of, local_engines, log_folder, new_log
+from splitproxy.run.processes import Child, Launching, Progress, address_of, local_engines, log_folder, new_log
 from splitproxy.run.strata import memory, roles
 from splitproxy.run.strata.plan import Plan
 
@@ -31,7 +31,7 @@ STOP_GRACE_S = 30.0
 _ARENA_NAME = "experts.arena"
 
 
-class StrataLauncher:
+class StrataLauncher(Launching):
     """The two engines of `splitproxy up` where they are Strata's, from the first start to the last stop.
 
     `engines` names them as the rest of the proxy addresses them; there are none before the start. `config` is the
@@ -50,28 +50,11 @@ class StrataLauncher:
         self._config = config
         self._plan = plan
         self._session_dir = session_dir
-        self._processes = Processes(
-            plan.table.start_timeout_s, heal_interval_s=heal_interval_s, stop_grace_s=stop_grace_s
-        )
+        super().__init__(plan.table.start_timeout_s, heal_interval_s, stop_grace_s)
         self._folder: Path | None = None  # of this run: both configs, and the arena where it has no other place
         self._lock: int | None = None
         self._arena: Path | None = None  # one that is removed at the end, elsewhere
         self.engines: tuple[Engine, ...] = ()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.stop()
-
-    def alive(self, role: Role) -> bool:
-        """Whether the engine's server runs and has its model loaded. An engine on stdio is its adapter's to watch."""
-        return self._processes.alive(role)
-
-    def tell(self, told: Told) -> None:
-        """Have somebody told of each server whose process ends by itself, before it is started again."""
-        self._processes.told = told
 
     async def start(self, progress: Progress | None = None) -> None:
         """Make both roles' configs, and start the servers, as `Processes.start` does.
