@@ -272,6 +272,7 @@ class DecodeView:
     free_slots: int
     waiting: int = 0  # requests that wait for this very engine
     streams: int = 0  # requests that it reads or writes for now, which stand still while a prompt is read
+    arrivals_per_s: float = 0.0  # requests that it alone can read, and that wait when they come meanwhile
     slot: int | None = None  # the one that the prompt would get; None: not known
     beside: int = 0  # tokens that its other slots hold
     wait_s: float = 0.0  # until a slot is free
@@ -315,7 +316,7 @@ class Route:
     uncached_tokens: int | None = None
     predicted_local_s: float | None = None  # until the first token, from the decision on
     predicted_handover_s: float | None = None  # the same, by the cheapest pair
-    stall_s: float = 0.0  # for which running answers, taken together, would stand still if it were read locally
+    stall_s: float = 0.0  # for which others, taken together, would stand still or wait if it were read locally
     prefill_read_s: float | None = None  # the prefill engine's part
 
     @property

@@ -56,6 +56,30 @@ def test_an_engine_that_reports_its_pace_is_believed(forecast: Forecast, clock: 
         assert forecast.backlog_s("r") == pytest.approx(20)
 
 
+@pytest.mark.parametrize(
+    ("reason", "counts"),
+    [(Reason.TOO_SHORT, True), (Reason.WARM, True), (Reason.NOT_SPLITTABLE, True), (Reason.LOCAL_CHEAPER, False)],
+)
+def test_a_decode_engine_expects_what_only_it_can_read(
+    forecast: Forecast, clock: Clock, reason: Reason, counts: bool
+) -> None:
+    """Four requests without a choice make a rate, for their engine alone; it falls while no more come."""
+
+    def rate(engine: str = "w") -> float:
+        return forecast.decode_view(DecodeView(engine, 0, 4096, 4), 100).arrivals_per_s
+
+    for _ in range(3):
+        with forecast.answering(Route(RouteKind.LOCAL, reason, "w"), ASK, 10, moved=False):
+            clock.now += 2
+    assert rate() == 0
+    with forecast.answering(Route(RouteKind.LOCAL, reason, "w"), ASK, 10, moved=False):
+        clock.now += 2
+    assert rate() == (0.5 if counts else 0)
+    assert rate("v") == 0
+    clock.now += 24
+    assert rate() == (0.125 if counts else 0)
+
+
 def test_a_silent_answer_is_taken_to_be_written_once_its_prompt_must_be_read(forecast: Forecast, clock: Clock) -> None:
     """Where nothing streams, the prediction stands for the sign that was not given."""
     with forecast.job("w", 4.0, 6.0, streamed=False) as silent, forecast.job("v", 4.0, 6.0) as heard:

@@ -6,6 +6,7 @@ the seconds in the router's views. Plain functions of the clock that is given; n
 
 import heapq
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,11 +14,14 @@ from enum import Enum
 
 from splitproxy.decide.recall import Recall
 from splitproxy.decide.speeds import Reading, Speeds
-from splitproxy.model import Ask, DecodeView, PrefillView, Route, RouteKind, Tokens
+from splitproxy.model import Ask, DecodeView, PrefillView, Reason, Route, RouteKind, Tokens
 
 # Work that takes longer than predicted is believed to take this part of its time so far more.
 LEAST_LEFT = 0.1
 LEAST_TOLD = 0.1  # of a reading must be done before its own pace counts
+# What only a decode engine can read. Any other prompt has a choice when it comes, and weighs its waiting itself.
+NO_CHOICE = frozenset({Reason.TOO_SHORT, Reason.WARM, Reason.NOT_SPLITTABLE})
+ARRIVALS, LEAST_ARRIVALS = 16, 4  # from which a rate is taken: at most the latest so many, at least so many
 
 
 class Phase(Enum):
@@ -98,6 +102,22 @@ def _left_s(predicted_s: float, passed_s: float) -> float:
     return max(predicted_s - passed_s, LEAST_LEFT * max(predicted_s, passed_s))
 
 
+class _Arrivals:
+    """When the latest requests came."""
+
+    def __init__(self) -> None:
+        self._at: deque[float] = deque(maxlen=ARRIVALS)
+
+    def note(self, now: float) -> None:
+        self._at.append(now)
+
+    def per_s(self, now: float) -> float:
+        """How many come in a second; where none has come for long, few."""
+        if len(self._at) < LEAST_ARRIVALS or now <= self._at[0]:
+            return 0.0
+        return len(self._at) / (now - self._at[0])
+
+
 @dataclass(slots=True)
 class _Together:
     """Readings of one engine that overlapped: nobody knows how long each took, but all of them took the time."""
@@ -121,6 +141,7 @@ class Forecast:
     clock: Callable[[], float] = time.monotonic
     _jobs: list[Job] = field(default_factory=list)
     _together: dict[str, _Together] = field(default_factory=dict)
+    _arrivals: dict[str, _Arrivals] = field(default_factory=lambda: defaultdict(_Arrivals))
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -149,6 +170,8 @@ class Forecast:
     def answering(self, route: Route, ask: Ask, tokens: int, *, moved: bool) -> AbstractContextManager[Job]:
         """The decode engine's part of a request for `tokens`; `moved`: with a session ready to restore."""
         engine, read_s = route.decode_engine, 0.0
+        if route.reason in NO_CHOICE:
+            self._arrivals[engine].note(self.clock())
         if moved and route.prefill_engine is not None:
             size = self.speeds.session_bytes(route.prefill_engine, engine, tokens)
             read_s = self.speeds.restore_s(engine, size)
@@ -218,6 +241,7 @@ class Forecast:
         return replace(
             view,
             streams=sum(job.at(now) is not Phase.WAITING for job in jobs),
+            arrivals_per_s=self._arrivals[view.engine].per_s(now),
             wait_s=self.wait_s(view.engine, view.free_slots),
             reading_s=sum(
                 job.reading_left_s(now) for job in jobs if job.at(now) is Phase.READING and _comes_first(job, view.slot)

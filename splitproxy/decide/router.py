@@ -31,7 +31,7 @@ class Rules:
     policy: Policy
     min_prompt_tokens: int
     force_handover_tokens: int = 0  # 0: none are forced
-    stall_weight: float = 1.0  # a second that a running answer stands still, in seconds of a first token
+    stall_weight: float = 1.0  # a second that others stand still or wait, in seconds of a first token
 
     @property
     def floor(self) -> int:
@@ -249,17 +249,24 @@ def _handover(writer: DecodeView, reader: PrefillView, stall_weight: float) -> _
         return None
     ready_s = reader.queue_s + reader.read_s + reader.save_s
     first_token_s = max(ready_s, writer.wait_s, writer.reading_s) + reader.restore_s + reader.added_s
-    return _Way(writer, reader, first_token_s, first_token_s + stall_weight * writer.streams * reader.restore_s)
+    return _Way(writer, reader, first_token_s, first_token_s + stall_weight * _held_up_s(writer, reader.restore_s))
 
 
 def _stall_s(writer: DecodeView) -> float:
-    """How long others would stand still for a local reading, taken together: what the decode engine reads and writes
-    now, and the sessions on their way, which are read more slowly and have to wait when they are ready before it."""
+    """How long others would be held up by a local reading, taken together: what the decode engine reads and writes now,
+    what will come meanwhile, and the sessions on their way, which are read more slowly and have to wait when they are
+    ready before it."""
     read_s = writer.read_s or 0.0
     done_s = writer.reading_s + read_s
     slower_s = sum(writer.slows * min(read_s, ready_s) for ready_s in writer.coming_s)
     waiting_s = sum(min(max(done_s - ready_s, 0.0), read_s) for ready_s in writer.coming_s)
-    return writer.streams * read_s + slower_s + waiting_s
+    return _held_up_s(writer, read_s) + slower_s + waiting_s
+
+
+def _held_up_s(writer: DecodeView, seconds: float) -> float:
+    """What a decode engine that is busy for so long costs those that it works for, and those that come meanwhile: they
+    wait for half of it on average."""
+    return writer.streams * seconds + writer.arrivals_per_s * seconds**2 / 2
 
 
 def _reason(way: _Way, demand: Demand, own: Sequence[_Way], rules: Rules) -> Reason | None:
