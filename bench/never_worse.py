@@ -222,9 +222,9 @@ def table(results: Results) -> list[str]:
         moved = statistics.median(run.handed_over for run in arms[Policy.AUTO])
         row = [
             cell.name,
-            *(_spread(firsts[arm]) for arm in ARMS),
+            *(_spread(firsts[arm], 3) for arm in ARMS),
             _marked(sooner),
-            *(_spread(goods[arm]) for arm in ARMS),
+            *(_spread(goods[arm], 2) for arm in ARMS),
             _marked(better),
             f"{moved:g} of {cell.times * cell.prompts}",
         ]
@@ -243,8 +243,8 @@ def ratios(arms: dict[Policy, list[Run]]) -> tuple[float, float]:
     )
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+def _spread(values: Sequence[float], digits: int) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def _marked(ratio: float) -> str:

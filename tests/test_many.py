@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from splitproxy.books import growth
+from splitproxy.books.beliefs import falls_short
 from splitproxy.fleet import health, pairs, watch
 from splitproxy.model import EngineState, PairState, Tokens
-from splitproxy.serve.request import falls_short
 from tests import fake_engine, harness
 from tests.fake_engine import FakeEngine
 from tests.harness import (

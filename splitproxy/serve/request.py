@@ -12,6 +12,7 @@ from splitproxy.api.figures import FigureReader, whole_request
 from splitproxy.api.sse import MEDIA_TYPE, progress_event
 from splitproxy.api.wire import to_client
 from splitproxy.books.admission import Turn
+from splitproxy.books.beliefs import falls_short, is_another, left_in_slot, left_unfinished
 from splitproxy.books.growth import Share
 from splitproxy.books.ledger import NOTHING, Holding, Lease, Reservation
 from splitproxy.decide.forecast import Job, Phase
@@ -31,12 +32,6 @@ log = logging.getLogger(__name__)
 
 REROUTES = 3  # at most, for one request
 STALE_TOKENS = 256  # that a slot held when a request was routed, and holds no more when the request's turn comes
-# A slot that reuses less than an eighth of what it was believed to hold was not what it was taken for: the engine was
-# restarted or used by others. Models with a sliding window or a recurrent state lose some, but never that much.
-MISTAKE_TOKENS = 256
-MISTAKE_FACTOR = 8
-# A slot that falls short by this many tokens, and by this part, has cost reading that nobody reckoned with.
-SHORT_TOKENS, SHORT_PART = 64, 0.25
 BYTES_PER_TOKEN_GUESS = 2  # of a body that could not be tokenized, for the pool's books
 
 
@@ -162,8 +157,8 @@ class Request:
         believed = min(lease.held, prompt_tokens)
         if falls_short(believed * counted_tokens / max(prompt_tokens, 1), cached_tokens):
             self.trace.mistaken = True
-        if lease.continues and believed > MISTAKE_TOKENS and MISTAKE_FACTOR * cached_tokens < believed:
-            # A prompt that leaves a conversation in its middle proves nothing: some kinds of memory keep only the end.
+        # A prompt that leaves a conversation in its middle proves nothing: some kinds of memory keep only the end.
+        if lease.continues and is_another(believed, cached_tokens):
             self.service.fleet.health.distrust(lease.engine)
 
     def _teller(self) -> Callable[[int], None]:
@@ -285,7 +280,7 @@ class Request:
         finally:
             self.filled = share.cells
             self._judge(share.lease)
-            slots.end(share.lease, quiet=trace.answered, holding=self._holding())
+            slots.end(share.lease, quiet=trace.answered, holding=self._left())
 
     def _followed(self, share: Share) -> AbstractAsyncContextManager[None]:
         """Follow how much of the pool the answer fills, where nobody knows how much it will."""
@@ -415,24 +410,14 @@ class Request:
         bytes_per_token = handover.ticket.session_bytes / handover.ticket.tokens
         fleet.pairs.judge(source, lease.engine, len(handover.prompt), self.trace.in_vain, bytes_per_token)
 
-    def _holding(self) -> Holding | None:
-        """What the slot is left with, as far as it is certain."""
-        trace, figures, tokens = self.trace, self.trace.figures, self.tokens
-        if figures is None or trace.status != 200:
-            # An answer that was cut off has begun: the prompt was read, of the rest nothing is certain. After an error
-            # of the engine's own nothing is.
-            was_read = trace.first_byte is not None and trace.status == 200 and trace.outcome is Outcome.OK
-            was_read = was_read and not self.ask.progress
-            return Holding(tokens, occupied=self.filled) if was_read and tokens is not None else None
-        prompt_tokens = figures.cached_tokens + figures.read_tokens
-        occupied = prompt_tokens + figures.answer_tokens
-        if tokens is None or not tokens.may_be(prompt_tokens):
-            return Holding(occupied=occupied)  # the engine read another prompt than was counted here
-        # The last token of an answer is never evaluated. Templates drop reasoning from history: not to be believed.
-        if not self.ask.progress and (ids := self.ids.ids(figures.answer_tokens)) is not None:
-            exact = Tokens.from_bytes(tokens.to_bytes() + ids.head(len(ids) - 1).to_bytes())
-            return Holding(exact, occupied=occupied)
-        return Holding(tokens, 0 if trace.reasoned else max(figures.answer_tokens - 1, 0), occupied)
+    def _left(self) -> Holding | None:
+        """What the slot is left with, as far as it is certain; after an error of the engine's own nothing is."""
+        trace, tokens = self.trace, self.tokens
+        if trace.figures is not None and trace.status == 200:
+            ids = None if self.ask.progress else self.ids.ids(trace.figures.answer_tokens)
+            return left_in_slot(tokens, trace.figures, ids, reasoned=trace.reasoned)
+        begun = trace.first_byte is not None and trace.status == 200 and trace.outcome is Outcome.OK
+        return left_unfinished(tokens, self.filled) if begun and not self.ask.progress else None
 
 
 def _headers(trace: Trace, route: Route, cost: HandoverFigures | None) -> list[tuple[str, str]]:
@@ -452,11 +437,6 @@ def _headers(trace: Trace, route: Route, cost: HandoverFigures | None) -> list[t
             ("X-Splitproxy-Session-Bytes", str(cost.session_bytes)),
         ]
     return headers
-
-
-def falls_short(believed_tokens: float, cached_tokens: int) -> bool:
-    """Whether a slot held clearly less than was believed, for whatever reason."""
-    return believed_tokens - cached_tokens > max(SHORT_TOKENS, SHORT_PART * believed_tokens)
 
 
 def _has_answered(handover: Handover) -> bool:
