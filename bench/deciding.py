@@ -2,8 +2,8 @@
 
     python -m bench.deciding [--runs 200]
 
-The books are those of one prefill engine and a decode engine with 8 slots that each hold 128k tokens, all but the last
-thousands of which the prompt shares with every one of them.
+The books are those of one prefill engine that remembers 8 prompts and a decode engine with 8 slots, each of 128k
+tokens, all but the last thousands of which the prompt shares with every one of them.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from rich.table import Table
 from splitproxy.books.admission import Admission
 from splitproxy.books.ledger import Holding, Ledger
 from splitproxy.books.sessions import SessionStore
+from splitproxy.decide.recall import PROMPTS
 from splitproxy.decide.router import Demand, Rules, decide
 from splitproxy.decide.speeds import Reading
 from splitproxy.engines.adapter import Deadlines
@@ -30,6 +31,7 @@ from splitproxy.model import EngineState, PairState, Policy, Role, Tokens
 
 SLOTS, HELD_TOKENS = 8, 128 * 1024
 BUDGET_MS = 0.2
+LEAST_APART, STEP_APART = 5000, 3000  # tokens from a prompt's end
 RULES = Rules(Policy.AUTO, 2048)
 
 
@@ -41,11 +43,14 @@ def books(ids: list[int]) -> Ledger:
     leases = [ledger.claim("writer", Tokens(), HELD_TOKENS, 0) for _ in range(SLOTS)]
     for number, lease in enumerate(leases):
         assert lease is not None
-        own = ids[:HELD_TOKENS]
-        parted = HELD_TOKENS - 1 - 3000 * number
-        own[parted:] = [token + 1 for token in own[parted:]]
-        ledger.release(lease, Holding(Tokens(own), 0, HELD_TOKENS))
+        ledger.release(lease, Holding(parted(ids, number), 0, HELD_TOKENS))
     return ledger
+
+
+def parted(ids: list[int], number: int) -> Tokens:
+    """A prompt that shares all but its end with the one of these ids."""
+    end = HELD_TOKENS - LEAST_APART - STEP_APART * number
+    return Tokens([*ids[:end], *(token + 1 for token in ids[end:HELD_TOKENS])])
 
 
 async def measure(runs: int) -> dict[str, list[float]]:
@@ -65,6 +70,8 @@ async def measure(runs: int) -> dict[str, list[float]]:
             for length in (500, 2000, 8000, 30_000):
                 fleet.forecast.speeds.learn_reading(name, Reading(0, length), length)
         fleet.pairs["reader", "writer"].state = PairState.PROVEN
+        for number in range(PROMPTS):
+            fleet.forecast.recall.learn("reader", parted(ids, number), 0, HELD_TOKENS)
 
         def one(tokens: Tokens) -> None:
             decode, prefill = fleet.views(tokens)

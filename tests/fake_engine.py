@@ -471,7 +471,7 @@ class FakeEngine:
             raise RefusalError(400, RESTORE_FAILED)
         if not self.checkpoints:
             held.checkpoints = []
-        slot.held, slot.forgot = held, knob.forgets
+        slot.held, slot.forgot = held, knob.forgets and len(held.ids) >= knob.forgets_from
         return {"n_restored": len(held.ids) - knob.short_count, "n_read": len(raw)}
 
     def _erase(self, slot: Slot, _: Path, __: Stage) -> JsonDict:

@@ -42,6 +42,7 @@ class Save(Stage):
 class Restore(Stage):
     short_count: int = 0  # n_restored is this many too few
     forgets: bool = False  # success, but nothing is reused afterwards
+    forgets_from: int = 0  # tokens; shorter sessions are reused all the same
 
 
 @dataclass

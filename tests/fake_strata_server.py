@@ -301,7 +301,7 @@ class FakeStrata(FakeEngine):
             raise SessionError(self.error_kind, "on purpose")
         raw = read(path)
         found = self.fit.unpack(raw, self.context)
-        if knob.forgets:
+        if knob.forgets and len(found.ids) >= knob.forgets_from:
             found.complete, found.checkpoints = False, []
         slot.hold(found)
         return {"n_restored": len(found.ids) - knob.short_count, "n_read": len(raw)}

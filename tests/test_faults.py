@@ -524,6 +524,34 @@ async def test_three_handovers_in_vain_switch_the_pair_off(fake: Start, caplog: 
         await recovered(p)
 
 
+async def test_what_no_self_test_shows_is_tried_less_and_less_often(
+    fake: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pair that passes its self-test and is switched off again rests twice as long; people are warned once."""
+    caplog.set_level(logging.INFO)
+    reader, writer = await fake(), await fake()
+
+    def told(level: int) -> int:
+        return sum("is switched off" in record.getMessage() for record in caplog.records if record.levelno == level)
+
+    async with proxy(reader, writer, retry_s=0.2) as p:
+        pair = p.proxy.fleet.pairs["reader", "writer"]
+        assert pair.report is not None
+        writer.knobs.restore.forgets, writer.knobs.restore.forgets_from = True, pair.report.tokens + 1
+        rests = []
+        for time in range(3):
+            await p.proven()
+            for number in range(3):
+                assert (await p.long(seed=f"{time} {number}")).way == ("handover", "worth_moving")
+            assert pair.state is PairState.SWITCHED_OFF
+            rests.append(pair.rests)
+        assert rests == [False, True, True]
+        assert (told(logging.WARNING), told(logging.INFO)) == (1, 2)
+        writer.knobs.restore.forgets = False
+        await recovered(p)
+        assert pair.relapses == 0
+
+
 async def test_a_handover_that_works_forgives_those_in_vain(fake: Start) -> None:
     """Only handovers in vain in a row count."""
     reader, writer = await fake(), await fake()

@@ -70,14 +70,37 @@ def test_a_decode_engine_expects_what_only_it_can_read(
 
     for _ in range(3):
         with forecast.answering(Route(RouteKind.LOCAL, reason, "w"), ASK, 10, moved=False):
-            clock.now += 2
+            clock.now += 4
     assert rate() == 0
     with forecast.answering(Route(RouteKind.LOCAL, reason, "w"), ASK, 10, moved=False):
-        clock.now += 2
-    assert rate() == (0.5 if counts else 0)
+        clock.now += 4
+    assert rate() == (0.25 if counts else 0)
     assert rate("v") == 0
     clock.now += 24
-    assert rate() == (0.125 if counts else 0)
+    assert rate() == (0.1 if counts else 0)
+
+
+def test_requests_that_come_together_are_no_rate(forecast: Forecast) -> None:
+    """A burst says nothing about what comes afterwards: it is spread over ten seconds."""
+    for _ in range(4):
+        with forecast.answering(Route(RouteKind.LOCAL, Reason.TOO_SHORT, "w"), ASK, 10, moved=False):
+            pass
+    assert forecast.decode_view(DecodeView("w", 0, 4096, 4), 100).arrivals_per_s == 0.4
+
+
+def test_a_save_comes_after_all_is_read(forecast: Forecast, clock: Clock) -> None:
+    """The engine's pace says how long it reads; the save is still to come, and then alone is left."""
+    with forecast.job("r", 2.0, save_s=10.0) as job:
+        assert forecast.backlog_s("r") == 12
+        job.begin(Phase.READING)
+        job.report(0, 1000)
+        clock.now += 3
+        job.report(500, 1000)
+        assert forecast.backlog_s("r") == pytest.approx(13)
+        clock.now += 3
+        job.saving()
+        clock.now += 4
+        assert forecast.backlog_s("r") == pytest.approx(6)
 
 
 def test_a_silent_answer_is_taken_to_be_written_once_its_prompt_must_be_read(forecast: Forecast, clock: Clock) -> None:

@@ -113,7 +113,12 @@ async def test_reasoning_is_text(served: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "breaks", "first"), [((ROLE, DONE), False, False), ((ROLE, text("one")), True, True)]
+    ("pieces", "breaks", "first"),
+    [
+        ((ROLE, DONE), False, False),
+        ((ROLE, text("one")), True, True),
+        ((ROLE, text("one"), b'data: {"error":{"message":"gone"}}\n\n'), False, True),
+    ],
 )
 async def test_an_answer_without_text_or_end_has_failed(
     served: Start, pieces: Pieces, breaks: bool, first: bool

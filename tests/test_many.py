@@ -12,7 +12,6 @@ import aiohttp
 import pytest
 
 from splitproxy.books import growth
-from splitproxy.books.beliefs import falls_short
 from splitproxy.fleet import health, pairs, watch
 from splitproxy.model import EngineState, PairState, Tokens
 from tests import fake_engine, harness
@@ -763,15 +762,6 @@ async def test_an_engine_that_came_back_as_another_is_recognised(fake: Start, mo
         asked = body(CHAT, words(3 * FLOOR, "fresh"))
         reply = await p.ask(CHAT, asked)
         assert (reply.way, reply.text) == (("local", "pair_unproven"), right_text(asked, weights=2))
-
-
-@pytest.mark.parametrize(
-    ("believed", "cached", "short"),
-    [(0, 500, False), (64, 0, False), (65, 0, True), (200, 136, False), (1000, 760, False), (1000, 740, True)],
-)
-def test_what_counts_as_a_mismatch(believed: int, cached: int, short: bool) -> None:
-    """A slot falls short when a quarter of what was believed is missing, and more than a few tokens; never by more."""
-    assert falls_short(believed, cached) is short
 
 
 async def test_a_prompt_that_leaves_its_conversation_raises_no_doubt(

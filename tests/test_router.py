@@ -213,6 +213,20 @@ def test_the_rule_of_the_threshold(tokens: int, held: int, floor: int, policy: P
 AUTO = Rules(Policy.AUTO, FLOOR)
 
 
+@pytest.mark.parametrize(
+    ("policy", "floor", "force", "least"),
+    [
+        (Policy.AUTO, 512, 0, 512),
+        (Policy.AUTO, 512, 100, 100),
+        (Policy.AUTO, 512, 900, 512),
+        (Policy.ALWAYS, 512, 0, 1),
+    ],
+)
+def test_what_may_be_forced_is_not_too_short_to_count(policy: Policy, floor: int, force: int, least: int) -> None:
+    """A prompt need not be tokenized only where nothing could have it handed over."""
+    assert Rules(policy, floor, force).least == least
+
+
 def test_both_predictions_come_with_the_route() -> None:
     """A route tells both ways' seconds, whichever was taken, and what a local reading would do to others."""
     slow = writer(read_s=4, wait_s=1, streams=1, arrivals_per_s=0.5, added_s=0.5)

@@ -21,7 +21,8 @@ LEAST_LEFT = 0.1
 LEAST_TOLD = 0.1  # of a reading must be done before its own pace counts
 # What only a decode engine can read. Any other prompt has a choice when it comes, and weighs its waiting itself.
 NO_CHOICE = frozenset({Reason.TOO_SHORT, Reason.WARM, Reason.NOT_SPLITTABLE})
-ARRIVALS, LEAST_ARRIVALS = 16, 4  # from which a rate is taken: at most the latest so many, at least so many
+ARRIVALS, LEAST_ARRIVALS = 32, 4  # from which a rate is taken: at most the latest so many, at least so many
+LEAST_SPAN_S = 10.0  # over which they are spread at least: a few that come together are no rate
 
 
 class Phase(Enum):
@@ -38,8 +39,9 @@ class Job:
 
     forecast: "Forecast" = field(repr=False)
     engine: str
-    read_s: float  # predicted
+    read_s: float  # predicted, with the save that follows it
     write_s: float = 0.0
+    save_s: float = 0.0  # predicted
     streamed: bool = True  # otherwise nothing tells when reading ends and writing begins
     phase: Phase = Phase.WAITING
     since: float = 0.0  # when the phase began
@@ -68,7 +70,11 @@ class Job:
             self._known = done
         part = (done - self._known) / max(total - self._known, 1)
         if part >= LEAST_TOLD:
-            self.read_s = (self.forecast.clock() - self.since) / part
+            self.read_s = (self.forecast.clock() - self.since) / part + self.save_s
+
+    def saving(self) -> None:
+        """All is read; what is left is the save."""
+        self.read_s, self.since = self.save_s, self.forecast.clock()
 
     def at(self, now: float) -> Phase:
         """The phase that it is in, as far as can be told."""
@@ -113,9 +119,9 @@ class _Arrivals:
 
     def per_s(self, now: float) -> float:
         """How many come in a second; where none has come for long, few."""
-        if len(self._at) < LEAST_ARRIVALS or now <= self._at[0]:
+        if len(self._at) < LEAST_ARRIVALS:
             return 0.0
-        return len(self._at) / (now - self._at[0])
+        return len(self._at) / max(now - self._at[0], LEAST_SPAN_S)
 
 
 @dataclass(slots=True)
@@ -147,10 +153,17 @@ class Forecast:
 
     @contextmanager
     def job(
-        self, engine: str, read_s: float | None, write_s: float = 0.0, *, streamed: bool = True, target: str = ""
+        self,
+        engine: str,
+        read_s: float | None,
+        write_s: float = 0.0,
+        *,
+        save_s: float = 0.0,
+        streamed: bool = True,
+        target: str = "",
     ) -> Iterator[Job]:
         """Count a request's work on an engine, from the time at which it begins to wait for it."""
-        job = Job(self, engine, read_s or 0.0, write_s, streamed, since=self.clock(), target=target)
+        job = Job(self, engine, (read_s or 0.0) + save_s, write_s, save_s, streamed, since=self.clock(), target=target)
         self._jobs.append(job)
         try:
             yield job
@@ -163,9 +176,8 @@ class Forecast:
         """The prefill engine's part of a handover."""
         assert route.prefill_engine is not None
         size = self.speeds.session_bytes(route.prefill_engine, route.decode_engine, route.prompt_tokens or 0)
-        read_s = route.prefill_read_s or 0.0
-        read_s += self.speeds.save_s(route.prefill_engine, size)
-        return self.job(route.prefill_engine, read_s, target=route.decode_engine)
+        save_s = self.speeds.save_s(route.prefill_engine, size)
+        return self.job(route.prefill_engine, route.prefill_read_s, save_s=save_s, target=route.decode_engine)
 
     def answering(self, route: Route, ask: Ask, tokens: int, *, moved: bool) -> AbstractContextManager[Job]:
         """The decode engine's part of a request for `tokens`; `moved`: with a session ready to restore."""

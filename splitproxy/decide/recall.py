@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from splitproxy.model import Tokens
 
 PROMPTS = 8  # remembered of each engine
+LOOK_TOKENS = 256  # conversations that have parted do not agree in so many again
 TELLING_TOKENS = 256  # more than the slot holds must be remembered, or the reuse tells nothing
 REVIVED_PART = 0.9
 VERDICTS = 5
@@ -21,7 +22,13 @@ class _Engine:
     revived: deque[bool] = field(default_factory=lambda: deque(maxlen=VERDICTS))
 
     def prefix(self, tokens: Tokens) -> int:
-        return max((prompt.common_prefix(tokens) for prompt in self.prompts), default=0)
+        """How many leading tokens of a prompt the one that is most like it shares."""
+        longest = 0
+        for prompt in reversed(self.prompts):
+            # One that differs where the best ended cannot be better: a look instead of a comparison.
+            if not longest or prompt.agrees(tokens, longest - LOOK_TOKENS, longest + 1):
+                longest = max(longest, prompt.common_prefix(tokens))
+        return longest
 
     @property
     def revives(self) -> bool:

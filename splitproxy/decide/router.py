@@ -38,6 +38,11 @@ class Rules:
         """The fewest uncached tokens that are worth moving; nothing to read is never worth it."""
         return 1 if self.policy is Policy.ALWAYS else max(1, self.min_prompt_tokens)
 
+    @property
+    def least(self) -> int:
+        """The fewest tokens with which a prompt may be handed over at all."""
+        return min(self.floor, self.force_handover_tokens or self.floor)
+
     def forces(self, uncached: int) -> bool:
         """Whether so many tokens are handed over whatever it costs."""
         if self.policy is Policy.ALWAYS:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -39,11 +40,18 @@ class Pair:
     proven_tokens: int = 0  # the longest prompt that was handed over and reused
     ineffective: int = 0  # in a row
     tests: int = 0  # self-tests that came to a verdict
+    relapses: int = 0  # times that it was switched off since a handover was last reused
+    rests_until: float = 0.0  # on the monotonic clock; a self-test that passes proves nothing before
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def epochs(self) -> tuple[int, int]:
         return self.source.epoch, self.target.epoch
+
+    @property
+    def rests(self) -> bool:
+        """Whether its self-tests have passed where its handovers were in vain, so that the next one must wait."""
+        return self.state is PairState.SWITCHED_OFF and time.monotonic() < self.rests_until
 
     @property
     def up(self) -> bool:
@@ -98,7 +106,8 @@ class Pairs(Mapping[tuple[str, str], Pair]):
     def unprove(self, member: Member, fault: str) -> None:
         for pair in self.values():
             if member in (pair.source, pair.target):
-                pair.state, pair.fault, pair.ineffective = PairState.UNPROVEN, fault, 0
+                pair.state, pair.fault, pair.ineffective, pair.relapses = PairState.UNPROVEN, fault, 0, 0
+                pair.proven_tokens = 0  # by engines that may have been started otherwise
                 pair.nudge.set()
 
     async def keep_proven(self, pair: Pair) -> None:
@@ -111,7 +120,7 @@ class Pairs(Mapping[tuple[str, str], Pair]):
         while True:
             pair.nudge.clear()
             tests = pair.tests
-            if pair.up and pair.state is not PairState.PROVEN:
+            if pair.up and pair.state is not PairState.PROVEN and not pair.rests:
                 await self._test(pair)
                 self._told()
             try:
@@ -213,18 +222,26 @@ class Pairs(Mapping[tuple[str, str], Pair]):
         return await Probe(source, target, read.number, write.number, self._deadlines).run(self._probe_tokens)
 
     def judge(self, source: str, target: str, tokens: int, in_vain: InVain | None, bytes_per_token: float) -> None:
-        """A handover was judged by the engine's own figures. Three in vain, in a row, switch the pair off."""
+        """A handover was judged by the engine's own figures. Three in vain, in a row, switch the pair off.
+
+        What is wrong may be such that the self-test passes all the same: it is short, and alone. A pair that is
+        switched off again before one handover was reused rests longer each time, and nobody is warned again.
+        """
         pair = self[source, target]
         pair.bytes_per_token = bytes_per_token
         if in_vain is None:
-            pair.ineffective, pair.proven_tokens = 0, max(pair.proven_tokens, tokens)
+            pair.ineffective, pair.relapses, pair.proven_tokens = 0, 0, max(pair.proven_tokens, tokens)
             return
         pair.ineffective += 1
         if pair.ineffective >= INEFFECTIVE_LIMIT and pair.state is PairState.PROVEN:
             pair.state = PairState.SWITCHED_OFF
             pair.fault = f"the decode engine reads restored prompts again (likely {in_vain})"
-            log.warning(
+            rest_s = min(PROBE_RETRY_S * 2**pair.relapses, PROBE_RETRY_MAX_S) if pair.relapses else 0.0
+            pair.rests_until = time.monotonic() + rest_s
+            log.log(
+                logging.INFO if pair.relapses else logging.WARNING,
                 "pair %s -> %s is switched off: %d handovers in a row were restored and read again all the same. "
                 "Likely cause: %s. %s It is tested again within %.0f s.",
-                source, target, pair.ineffective, in_vain, pair.target.writer.remedy(in_vain), PROBE_RETRY_S,
+                source, target, pair.ineffective, in_vain, pair.target.writer.remedy(in_vain), rest_s + PROBE_RETRY_S,
             )  # fmt: skip
+            pair.relapses += 1

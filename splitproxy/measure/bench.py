@@ -4,6 +4,7 @@ Both arms go through the same proxy, whose policy is changed between them, so th
 both arrive at the same times and are equally long, and no text is sent twice.
 """
 
+import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,8 @@ class Bench:
     tell: Told
     samples: dict[str, list[list[Sample]]] = field(default_factory=lambda: {UNSPLIT: [], SPLIT: []})
     _done: int = 0
+    # Engines may remember what an earlier bench has sent.
+    _first_run: int = field(default_factory=lambda: 2 * random.randrange(10**5))  # noqa: S311 - no secret
 
     async def run(self, policy: Policy) -> None:
         """All rounds; each begins with the arm that came last in the one before."""
@@ -74,7 +77,8 @@ class Bench:
 
     async def _round(self, arm: str, run: int) -> None:
         load = self.load
-        prompts = plan(load.mix, load.requests, load.rate_rps, load.seed + run // 2, scale=load.scale, run=run)
+        number = self._first_run + run
+        prompts = plan(load.mix, load.requests, load.rate_rps, load.seed + run // 2, scale=load.scale, run=number)
 
         def told(_sample: Sample) -> None:
             self._done += 1

@@ -18,6 +18,7 @@ from splitproxy.measure.mixes import Prompt
 T = TypeVar("T")
 
 PATH = "/v1/chat/completions"
+_DONE, END_BYTES = b"data: [DONE]", 64
 _TEXT = re.compile(rb'"(?:content|reasoning_content)":"[^"]')
 
 Told = Callable[[Sample], None]
@@ -43,7 +44,7 @@ class Caller:
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        start, times = time.perf_counter(), list[float]()
+        start, times, end = time.perf_counter(), list[float](), b""
         status, route, reason = 0, "", ""
         try:
             async with self.http.post(self.url + PATH, data=orjson.dumps(body), headers=headers) as answer:
@@ -53,6 +54,9 @@ class Caller:
                 async for chunk in answer.content.iter_any():
                     if _TEXT.search(chunk):
                         times.append(time.perf_counter())
+                    end = end[-END_BYTES:] + chunk
+            if status == 200 and _DONE not in end:
+                status = 0  # it broke off
         except (aiohttp.ClientError, OSError):
             status = 0
         return Sample(

@@ -46,7 +46,7 @@ def _document(chance: random.Random, seed: int) -> Prompt:
 
 
 def _agent(chance: random.Random, seed: int) -> Prompt:
-    """An agent's turns: tools and instructions are shared by all, the task grows from turn to turn."""
+    """The turns of three agents: each begins with all of its agent's last turn, tools and instructions included."""
     agent, turn = seed % 3, seed // 3
     return Prompt("agent", 0.0, 1200 + 150 * turn, chance.randint(16, 40), f"agent {agent}", 1100 + 150 * turn, seed)
 

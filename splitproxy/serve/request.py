@@ -130,9 +130,11 @@ class Request:
 
         def progress(step: Step, done: int, total: int) -> None:
             trace.step = step.value
-            job.report(done, total)
             if step is Step.PREFILL:
+                job.report(done, total)
                 tell(done)
+            elif step is Step.SAVE:
+                job.saving()
 
         taken = False
         try:
@@ -310,8 +312,8 @@ class Request:
     @property
     def short(self) -> bool:
         """Whether the prompt is surely short, though nobody has counted it."""
-        floor, template = self.service.settings.rules.floor, self.service.fleet.template_bytes
-        return self.ask.not_splittable is None and surely_shorter(self.ask, floor, template)
+        least, template = self.service.settings.rules.least, self.service.fleet.template_bytes
+        return self.ask.not_splittable is None and surely_shorter(self.ask, least, template)
 
     async def _decode_lease(self, route: Route) -> Lease:
         ledger, count = self.service.ledger, self.prompt_tokens

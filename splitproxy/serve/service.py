@@ -75,7 +75,7 @@ class Service:
         """Tokenize where it can matter and was not done before, and decide; prefill engines in `avoid` do not count."""
         rules = self.settings.rules
         splittable = ask.not_splittable is None
-        short = splittable and surely_shorter(ask, rules.floor, self.fleet.template_bytes)
+        short = splittable and surely_shorter(ask, rules.least, self.fleet.template_bytes)
         if tokens is None and splittable and not (short and self.ledger.indifferent()):
             tokens = await self.tokenize(ask, trace)
         self.decode_engines()
