@@ -13,7 +13,7 @@ import os
 import random
 import statistics
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from splitproxy.run.launch import physical_cores
 from tests.live import LiveEngine, engine
 from tests.models import MID, SMALL, tiny_model
 
-MODELS = {
+MODELS: dict[str, Callable[[], Path]] = {
     "random, 6.5 million weights": lambda: tiny_model("dense", **SMALL),
     "random, 76 million": lambda: tiny_model("dense", **MID),
     "SmolLM2": demo_model,

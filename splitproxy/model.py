@@ -149,14 +149,15 @@ class Tokens:
         first, last = 4 * max(start, 0), min(4 * end, len(self._raw))
         return self._raw[first:last] == other._raw[first:last]
 
-    def common_prefix(self, other: "Tokens") -> int:
-        """How many leading tokens both share.
+    def common_prefix(self, other: "Tokens", start: int = 0) -> int:
+        """How many leading tokens both share; the first `start` of them are taken to.
 
         Blocks are compared as memory, larger ones as long as they agree, then smaller ones around the difference:
         strangers cost a microsecond, 128k tokens that are the same but for the last cost 20.
         """
         a, b = memoryview(self._raw), other._raw  # slices of it are no copies
-        shared, end = 0, min(len(a), len(b))
+        end = min(len(a), len(b))
+        shared = min(4 * start, end)
         block, largest = _LEAST_BYTES, _MOST_BYTES
         while shared < end:
             block = min(block, end - shared)

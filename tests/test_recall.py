@@ -1,5 +1,7 @@
 """An engine is taken to revive conversations until it shows that it does not."""
 
+import pytest
+
 from splitproxy.decide.recall import PROMPTS, VERDICTS, Recall
 from splitproxy.model import Tokens
 
@@ -19,6 +21,17 @@ def test_an_engine_gets_the_chance_to_revive() -> None:
     assert recall.held("e", longer(B), 1002) == 1002
     assert recall.held("e", Tokens(range(9000, 9900)), 5) == 5
     assert recall.held("other", longer(B), 7) == 7
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_prompt_that_is_most_alike_counts(order: tuple[int, ...]) -> None:
+    """Whichever was read last: of turns of one conversation the longest, and a stranger never."""
+    turns = [A, A[:600], B]
+    recall = Recall()
+    for number in order:
+        recall.learn("e", Tokens([*turns[number], 7, 7]), 0, 2000)
+    assert recall.held("e", longer(A), 0) == 1000
+    assert recall.held("e", longer(A[:700]), 0) == 700
 
 
 def test_an_engine_that_does_not_revive_is_believed() -> None:

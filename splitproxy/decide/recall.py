@@ -25,9 +25,9 @@ class _Engine:
         """How many leading tokens of a prompt the one that is most like it shares."""
         longest = 0
         for prompt in reversed(self.prompts):
-            # One that differs where the best ended cannot be better: a look instead of a comparison.
+            # One that differs where the best ended cannot be better, and one that does not is like it up to there.
             if not longest or prompt.agrees(tokens, longest - LOOK_TOKENS, longest + 1):
-                longest = max(longest, prompt.common_prefix(tokens))
+                longest = max(longest, prompt.common_prefix(tokens, longest))
         return longest
 
     @property
