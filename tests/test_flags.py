@@ -23,9 +23,9 @@ def argv(role: Role, threads: int | None = None, **keys: Any) -> str:
     ("role", "threads", "keys", "expected"),
     [
         (Role.DECODE, 2, {}, "-np 1 --kv-unified --cache-ram 0 --ctx-checkpoints 4 -b 64 -ngl 0 -t 2 -tb 2"),
-        (Role.PREFILL, 2, {}, "-np 1 -b 512 --ctx-checkpoints 3 -ngl 0 -t 2 -tb 2"),
+        (Role.PREFILL, 2, {}, "-np 1 --ctx-checkpoints 3 -b 64 -ngl 0 -t 2 -tb 2"),
         (Role.DECODE, None, {"decode_gpu": 0}, "-np 1 --kv-unified --cache-ram 0 --ctx-checkpoints 4"),
-        (Role.PREFILL, None, {"prefill_gpu": 0}, "-np 1 -b 512 --ctx-checkpoints 3"),
+        (Role.PREFILL, None, {"prefill_gpu": 0}, "-np 1 --ctx-checkpoints 3 -b 512"),
         (
             Role.DECODE,
             None,
@@ -48,7 +48,7 @@ def argv(role: Role, threads: int | None = None, **keys: Any) -> str:
             Role.PREFILL,
             None,
             {"prefill_gpu": 0, "args": ['--chat-template-kwargs={"a": "b=-c"}']},
-            '-np 1 -b 512 --ctx-checkpoints 3 --chat-template-kwargs {"a": "b=-c"}',
+            '-np 1 --ctx-checkpoints 3 -b 512 --chat-template-kwargs {"a": "b=-c"}',
         ),
     ],
 )

@@ -299,9 +299,9 @@ async def test_ten_prompts_that_were_given_up_hold_nobody_up(tmp_path: Path) -> 
     pytest.importorskip("xllamacpp", reason="xllamacpp, the engine of the live tests, is not installed")
     folder, batch, model = tmp_path / "sessions", 64, models.tiny_model("dense", **models.MID)
     folder.mkdir()
-    common = ("-c", "8192", "--slot-save-path", str(folder), "--ctx-checkpoints", "3")
+    common = ("-c", "8192", "--slot-save-path", str(folder), "--ctx-checkpoints", "3", "-b", str(batch))
     with (
-        live.engine(model, *common, "-np", "1", "-b", str(batch)) as reader,
+        live.engine(model, *common, "-np", "1") as reader,
         live.engine(model, *common, "-np", "4", "--kv-unified", "--cache-ram", "0") as writer,
     ):
         async with proxied(configured(reader.url, writer.url, min_prompt_tokens=256), folder) as front:

@@ -14,8 +14,9 @@ from splitproxy.model import Role
 # A batch is the shortest piece of reading that can be cancelled; 512 costs a few per cent of reading speed.
 READING_BATCH = 512
 # And it is how long all running answers stand still at once while a decode engine reads a prompt. On the CPU 64 read as
-# fast as 512, and fewer half as fast: attention is computed for 64 tokens at a time.
-CPU_DECODE_BATCH = 64
+# fast as 512, and fewer half as fast: attention is computed for 64 tokens at a time. Both engines have the same there,
+# so that both round alike.
+CPU_BATCH = 64
 # A session file carries every checkpoint that its slot holds, and each may be many megabytes.
 PREFILL_CHECKPOINTS = 3
 DECODE_CHECKPOINTS = 4
@@ -168,11 +169,11 @@ def engine_flags(
         defaults = [(_CACHE_RAM, 0), (_CHECKPOINTS, DECODE_CHECKPOINTS)]
     else:
         flags += ["-np", "1"]
-        defaults = [(_BATCH, READING_BATCH), (_CHECKPOINTS, PREFILL_CHECKPOINTS)]
+        defaults = [(_CHECKPOINTS, PREFILL_CHECKPOINTS)]
     if gpu(launch, role) is None:
-        if role is Role.DECODE:
-            defaults.append((_BATCH, CPU_DECODE_BATCH))
-        defaults.append((_GPU_LAYERS, 0))
+        defaults += [(_BATCH, CPU_BATCH), (_GPU_LAYERS, 0)]
+    elif role is Role.PREFILL:
+        defaults.append((_BATCH, READING_BATCH))
     if threads is not None:
         defaults += [(_THREADS, threads), (_THREADS_BATCH, threads)]
     for names, value in defaults:
