@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.stands import machine
+from bench.stands import machine, pin, publish
 from splitproxy.run.demo import demo_model
 from splitproxy.run.launch import physical_cores
 from tests.live import LiveEngine, engine
@@ -45,13 +45,6 @@ def read_tps(at: LiveEngine, tokens: int) -> float:
         return float(json.load(answer)["timings"]["prompt_per_second"])
 
 
-def pin(at: LiveEngine) -> None:
-    """Give the engine the last core of this machine."""
-    cpus = physical_cores()[-1]
-    for task in Path(f"/proc/{at.process.pid}/task").iterdir():
-        os.sched_setaffinity(int(task.name), cpus)
-
-
 def measure(sizes: Sequence[int], rounds: int, console: Console) -> list[str]:
     """The table, line by line."""
     lines = [
@@ -66,7 +59,7 @@ def measure(sizes: Sequence[int], rounds: int, console: Console) -> list[str]:
             with ExitStack() as stack:
                 engines = {size: stack.enter_context(engine(model(), *FLAGS, "-b", str(size))) for size in sizes}
                 for at in engines.values():
-                    pin(at)
+                    pin(at.process.pid, physical_cores()[-1])
                 for _ in range(rounds):
                     for size, length in found:
                         progress.update(task, description=f"{name}, batch {size}")
@@ -88,9 +81,7 @@ def main() -> int:
     console = Console()
     head = f"{machine()}; {options.rounds} rounds; load of the machine before: {os.getloadavg()[1]:.1f}"
     lines = [head, "", *measure([int(size) for size in options.sizes.split(",")], options.rounds, console)]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    if options.markdown:
-        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    publish(lines, console, options.markdown)
     return 0
 
 

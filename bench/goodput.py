@@ -24,7 +24,7 @@ import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.stands import machine
+from bench.stands import machine, pin, publish
 from splitproxy.books.sessions import SessionStore, fresh_dir
 from splitproxy.config import Config
 from splitproxy.engines.adapter import Engine
@@ -106,16 +106,11 @@ async def engines(model: Path, flags: Sequence[tuple[str, ...]]) -> AsyncIterato
             running = await asyncio.to_thread(stack.enter_context, engine(model, *common, *own))
             urls.append(running.url)
             if len(flags) == len(cores):
-                _pin(running.process.pid, cores[number])
+                pin(running.process.pid, cores[number])
         store = stack.enter_context(SessionStore(fresh_dir(), remove_at_close=True))
         adapter: Engine = LlamaServer("engine", urls[0], "", store)
         stack.push_async_callback(adapter.close)
         yield Place(tuple(urls), await words_per_token(adapter))
-
-
-def _pin(pid: int, cpus: frozenset[int]) -> None:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(task.name), cpus)
 
 
 ARMS: dict[str, Arm] = {"split, auto": split, "one engine, 2 threads": one_engine, "two replicas": replicas}
@@ -211,9 +206,7 @@ def main() -> int:
     best = ", ".join(f"{name}: {rate or 'none'}" for name, rate in highest_rate(results).items())
     head = f"{machine()}; {options.rounds} rounds of {options.requests}; load of the machine before: {load:.1f}"
     lines = [head, "", *table(results), "", f"Highest rate with {100 * INSIDE:.0f} % good: {best}."]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    if options.markdown:
-        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    publish(lines, console, options.markdown)
     return 0
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.stands import REAL, SMOLLM2, STANDS, Stand, machine
+from bench.stands import REAL, SMOLLM2, STANDS, Stand, machine, publish
 from splitproxy.measure.load import open_loop
 from splitproxy.measure.measures import percentile
 from splitproxy.measure.mixes import Prompt
@@ -120,9 +120,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     head = f"{machine()}; load of the machine before: {os.getloadavg()[1]:.1f}"
     lines = [head, "", *asyncio.run(measure(options.engines.split(","), options.requests))]
-    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    if options.markdown:
-        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    publish(lines, Console(), options.markdown)
     return 0
 
 

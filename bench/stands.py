@@ -11,11 +11,13 @@ import os
 import platform
 import random
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+
+from rich.console import Console
 
 from splitproxy.books.sessions import SessionStore, fresh_dir
 from splitproxy.config import Config
@@ -140,6 +142,19 @@ STANDS: dict[str, Callable[[], AbstractAsyncContextManager[Stand]]] = {
     EQUAL: partial(fake, FAKE_TPS, 0.01),
     SLOW_SAVE: partial(fake, 2 * FAKE_TPS, 0.35),  # as a disk would
 }
+
+
+def pin(pid: int, cpus: frozenset[int]) -> None:
+    """Keep a running process, with all its threads, on these logical processors."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), cpus)
+
+
+def publish(lines: Sequence[str], console: Console, markdown: Path | None) -> None:
+    """Show a table as it is, and write it to a file if one is named."""
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if markdown:
+        markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def machine() -> str:
