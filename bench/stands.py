@@ -22,7 +22,7 @@ from rich.console import Console
 from splitproxy.books.sessions import SessionStore, fresh_dir
 from splitproxy.config import Config
 from splitproxy.decide.speeds import Reading
-from splitproxy.measure.bench import words_per_token
+from splitproxy.measure.bench import KEEP_ALIVE_S, words_per_token
 from splitproxy.measure.load import Caller, client_session
 from splitproxy.model import Policy, RequestRecord, Role
 from splitproxy.run.demo import demo_model
@@ -100,6 +100,7 @@ async def real(model: Callable[[], Path]) -> AsyncIterator[Stand]:
     with tempfile.TemporaryDirectory() as logs, SessionStore(fresh_dir(), remove_at_close=True) as store:
         fields = {
             "listen": "127.0.0.1:0",
+            "keep_alive_s": KEEP_ALIVE_S,
             "split": {"policy": "auto", "min_prompt_tokens": FLOOR_TOKENS, "dir": str(store.folder)},
             "launch": {
                 "engine": "embedded", "model": str(model()), "log_dir": logs, "context": 12288, "decode_slots": 8,

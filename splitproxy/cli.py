@@ -23,7 +23,7 @@ from splitproxy.engines.adapter import PrefillEngine
 from splitproxy.errors import ConfigError, EngineError, LaunchError
 from splitproxy.fleet.probe import Probe
 from splitproxy.measure.payoff import Ladder, Payoff, lengths
-from splitproxy.model import Policy, Role
+from splitproxy.model import InVain, Policy, Role
 from splitproxy.serve.app import listening
 from splitproxy.serve.assembly import assembled, deadlines, make_engine, make_prefill_engine, make_tokenizer
 
@@ -289,7 +289,8 @@ async def _check(options: argparse.Namespace) -> int:
                     await tokenizer.meet(writer)
                     screen.show_tokenizer(console, tokenizer.verdict(target.name))
                     if not options.quick:
-                        await _pays(console, Ladder(reader, writer, 0, 0, deadlines(config.split)), options)
+                        picture = _own_name(options.png, source.name, target.name, len(sources) * len(targets))
+                        await _pays(console, Ladder(reader, writer, 0, 0, deadlines(config.split)), options, picture)
                 passed = passed and report.passed
     return 0 if passed else 1
 
@@ -301,8 +302,13 @@ def _end_by_sigterm() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
-async def _pays(console: "Console", ladder: Ladder, options: argparse.Namespace) -> None:
-    """The second half of `check`: prompts of growing length, both ways."""
+def _own_name(png: Path | None, source: str, target: str, pairs: int) -> Path | None:
+    """The file of one pair's picture: the one that was named, with the pair's name in it where there are several."""
+    return png if png is None or pairs == 1 else png.with_stem(f"{png.stem}-{source}-{target}")
+
+
+async def _pays(console: "Console", ladder: Ladder, options: argparse.Namespace, picture: Path | None) -> None:
+    """The second half of `check`: prompts of growing length, both ways; the picture of it goes to a file, if any."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from splitproxy.measure import charts
@@ -321,8 +327,10 @@ async def _pays(console: "Console", ladder: Ladder, options: argparse.Namespace)
     except EngineError as error:
         raise LaunchError(f"an engine failed while prompts were read: {error}") from None
     charts.show_payoff(console, payoff)
-    if options.png is not None:
-        charts.save_payoff(options.png, payoff)
+    if payoff.read_again_tokens is not None:
+        console.print(f"  - {ladder.target.remedy(InVain.NO_CHECKPOINTS)}", highlight=False)
+    if picture is not None:
+        charts.save_payoff(picture, payoff)
 
 
 # -- bench -------------------------------------------------------------------------------------------------------------

@@ -274,10 +274,12 @@ class DecodeView:
     waiting: int = 0  # requests that wait for this very engine
     streams: int = 0  # requests that it reads or writes for now, which stand still while a prompt is read
     arrivals_per_s: float = 0.0  # requests that it alone can read, and that wait when they come meanwhile
-    slot: int | None = None  # the one that the prompt would get; None: not known
+    slot: int | None = None  # the one that the prompt would get to be read in; None: not known
+    restore_slot: int | None = None  # the one that a session of the prompt would be restored into
     beside: int = 0  # tokens that its other slots hold
     wait_s: float = 0.0  # until a slot is free
     reading_s: float = 0.0  # that it will read for others before this prompt
+    before_restored_s: float = 0.0  # that it will read for others before the end of a restored prompt
     coming_s: tuple[float, ...] = ()  # in which time sessions are ready that are on their way to it
     slows: float = 0.0  # the part of its reading time by which those take longer
     read_s: float | None = None  # to read what it lacks of the prompt; None: not known yet

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,7 @@ def test_no_pictures_without_the_library(monkeypatch: pytest.MonkeyPatch) -> Non
         ((LADDER.rungs[1],), "at most 512 tokens"),
         (LADDER.rungs, "about 269 tokens"),
         ((LADDER.rungs[0],), "no first token sooner up to 128 tokens"),
+        ((LADDER.rungs[0], replace(LADDER.rungs[1], reused=False)), "Of 512 tokens the decode engine reused too few"),
     ],
 )
 def test_a_ladder_is_summed_up_in_words(rungs: tuple[Rung, ...], words: str) -> None:

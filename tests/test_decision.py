@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from splitproxy.model import PairState, Policy
+from splitproxy.model import InVain, PairState, Policy
 from tests.fake_engine import FakeEngine
 from tests.harness import CHAT, COMPLETIONS, FLOOR, Reply, Running, body, proxy, right_text, until, words
 
@@ -113,6 +113,21 @@ async def test_running_answers_are_spared(fake: Start, weight: float, way: tuple
         await until(lambda: (_view(p).streams, _view(p).reading_s) == (1, 0))
         assert (await p.long(limit=1)).way == way
         running.cancel()
+
+
+async def test_work_beside_a_handover_in_vain_is_seen_when_it_begins(fake: Start) -> None:
+    """Slots that are cleared while others work are suspected by who worked then, not by who works at the end."""
+    reader, writer = await pair(fake, reads=50000, writer_reads=5000, slots=4)
+    async with proxy(reader, writer, split=AUTO) as p:
+        writer.knobs.restore.forgets, writer.knobs.write_tps = True, 100
+        running = asyncio.create_task(p.ask(CHAT, body(CHAT, "Go on.", limit=60, stream=True)))
+        await until(lambda: _view(p).streams == 1)
+        await p.long(seed="a", limit=200)
+        assert running.done()
+        await p.long(seed="b", limit=1)
+        await until(lambda: len(p.proxy.recent) == 3)
+        causes = [record.in_vain for record in p.proxy.recent if record.effective is False]
+        assert (causes[0], len(causes), causes.count(InVain.CLEARED_SLOTS)) == (InVain.CLEARED_SLOTS, 2, 1)
 
 
 def _view(p: Running) -> Any:

@@ -200,6 +200,19 @@ def test_a_lower_slot_is_read_first(forecast: Forecast, slot: int | None, readin
         lower.begin(Phase.READING, slot=0)
         anywhere.begin(Phase.READING)
         assert forecast.decode_view(DecodeView("w", 0, 8192, 5, slot=slot), 10).reading_s == reading_s
+        assert forecast.decode_view(DecodeView("w", 0, 8192, 5, restore_slot=slot), 10).before_restored_s == reading_s
+
+
+def test_what_is_left_to_read_is_told_by_slot(forecast: Forecast, clock: Clock) -> None:
+    """Only readings count whose slot is known; an answer that is being written is none."""
+    with forecast.job("w", 3.0) as one, forecast.job("w", 5.0) as two, forecast.job("w", 1.0) as unknown:
+        one.begin(Phase.READING, slot=2)
+        two.begin(Phase.READING, slot=0)
+        unknown.begin(Phase.READING)
+        clock.now += 1
+        assert forecast.reading_s("w") == {2: 2.0, 0: 4.0}
+        two.begin(Phase.WRITING)
+        assert forecast.reading_s("w") == {2: 2.0}
 
 
 # -- readings that overlap ---------------------------------------------------------------------------------------------
@@ -253,6 +266,14 @@ def test_readings_of_different_engines_are_marked(forecast: Forecast) -> None:
         first.begin(Phase.WRITING)
         third.begin(Phase.READING)
         assert not third.hindered
+
+
+def test_the_last_token_of_a_restored_prompt_hinders_nobody(forecast: Forecast) -> None:
+    """Next to nothing to read is no reading that another engine would feel."""
+    with forecast.job("r", 4.0) as first, forecast.job("w", 0.0) as restored:
+        first.begin(Phase.READING, reads=Reading(0, 1000))
+        restored.begin(Phase.READING, reads=Reading(1000, 1))
+        assert (first.hindered, restored.hindered) == (False, False)
 
 
 def test_sessions_on_their_way_are_known(forecast: Forecast, clock: Clock) -> None:

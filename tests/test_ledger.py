@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from splitproxy.books.ledger import EMPTY, NOTHING, Holding, Lease, Ledger, SlotCount
+from splitproxy.books.ledger import EMPTY, NOTHING, Holding, Lease, Ledger, Order, SlotCount
 from splitproxy.model import Role, Tokens
 
 CONTEXT = 1000
@@ -171,6 +171,50 @@ def test_the_slot_whose_use_costs_least(held: list[Tokens], prompt: Tokens, slot
     lease = claim(ledger, prompt)
     assert lease.number == slot
     assert lease.held == expected
+
+
+@pytest.mark.parametrize(
+    ("order", "prompt", "slot"),
+    [
+        (Order(0.1, {1: 3.0}), ids((9, 10)), 0),
+        (Order(5.0, {1: 3.0}), ids((9, 10)), 3),
+        (Order(2.0, {1: 3.0}), ids((9, 10)), 0),
+        (Order(1.0, {2: 3.0, 1: 0.4}), ids((9, 10)), 0),
+        (Order(0.1, {1: 3.0}), ids((4, 150)), 3),
+        (Order(0.1, {1: 0.04}), ids((9, 10)), 3),
+        (Order(5.0), ids((9, 10)), 3),
+        (Order(0.4), ids((9, 10)), 3),
+    ],
+    ids=[
+        "a short one overtakes a long one",
+        "a longer one waits",
+        "one that is shorter than what is left",
+        "the least waiting of all together",
+        "the one it continues, wherever it is",
+        "what nobody would notice does not count",
+        "a long one where nobody reads: among the upper half",
+        "a short one where nobody reads: the oldest",
+    ],
+)
+def test_the_slot_where_readings_wait_least(order: Order, prompt: Tokens, slot: int) -> None:
+    """Slots are read from the first on: who has less to read gets a lower one."""
+    ledger = opened(slots=4, context=4000)
+    leases = [claim(ledger, ids((number + 1, 100))) for number in range(4)]
+    for lease in reversed(leases):  # the last slot is the oldest
+        if lease.number not in order.others_s:
+            ledger.release(lease, Holding(ids((lease.number + 1, 100)), occupied=100))
+    assert ledger.place("w", prompt, order) == slot
+    found = ledger.claim("w", prompt, len(prompt), 0, order)
+    assert found is not None
+    assert found.number == slot
+
+
+@pytest.mark.parametrize(("own_s", "slots"), [(5.0, [2, 3, 0, 1]), (0.1, [0, 1, 2, 3])])
+def test_long_readings_leave_lower_slots_to_others(own_s: float, slots: list[int]) -> None:
+    """While all slots are empty, long prompts begin in the middle, short ones at the first."""
+    ledger = opened(slots=4)
+    leases = [ledger.claim("w", A, 100, 0, Order(own_s)) for _ in slots]
+    assert [lease.number for lease in leases if lease] == slots
 
 
 def test_busy_slots_are_not_chosen() -> None:

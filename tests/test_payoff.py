@@ -98,6 +98,16 @@ async def test_a_faster_prefill_engine_pays(fake: Start, session_dir: Path) -> N
         assert reader.violations == writer.violations == []
 
 
+async def test_what_is_read_again_does_not_pay(fake: Start, session_dir: Path) -> None:
+    """An engine that forgets longer sessions is found out by what it reused, however quick it is."""
+    async with climbing(fake, session_dir) as (ladder, reader, writer):
+        reader.knobs.read_tps, writer.knobs.read_tps = 0, 20000
+        writer.knobs.restore.forgets, writer.knobs.restore.forgets_from = True, 400
+        found = await ladder.climb([128, 512, 600], 2)
+        assert [rung.reused for rung in found.rungs] == [True, False, False]
+        assert found.read_again_tokens == 512
+
+
 async def test_prompts_that_would_take_too_long_are_left_out(
     fake: Start, session_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ Pure state: every method is a plain function, claims succeed or fail at once, an
 What a slot holds is a belief. A wrong one costs reading time; it never reaches an answer.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
@@ -14,6 +14,8 @@ from splitproxy.model import Role, Tokens
 NOTHING = Tokens()
 WORTHWHILE_TOKENS = 256  # every prompt shares some with every other, and that must not decide whose slot is lost
 LOOK_TOKENS = 256  # conversations that have parted do not agree in so many again
+SAME_S = 0.1  # delays this close are no difference
+LONG_S = 0.5  # a reading from which others that come meanwhile would notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,25 @@ class Holding:
 
 
 EMPTY = Holding()
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """In which order an engine reads. It fills its batches slot by slot: a prompt in a lower slot overtakes the others.
+
+    Unless it continues a conversation, a prompt goes where all that is read waits least for one another. A long one
+    leaves lower slots to those that will come.
+    """
+
+    own_s: float = 0.0  # that the prompt takes to read; 0: next to nothing, or not known
+    others_s: Mapping[int, float] = field(default_factory=dict)  # that is left of readings at work, by slot
+
+    def delay_s(self, slot: int) -> float:
+        """Seconds that the prompt would wait for others in this slot, and others for it."""
+        return sum(left_s if other < slot else self.own_s for other, left_s in self.others_s.items())
+
+
+ANY_ORDER = Order()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +219,13 @@ class Ledger:
         """How many leading tokens of a prompt the slot that it would get is believed to hold."""
         return self.outlook(engine, tokens).held
 
-    def outlook(self, engine: str, tokens: Tokens) -> Outlook:
+    def outlook(self, engine: str, tokens: Tokens, order: Order = ANY_ORDER) -> Outlook:
         """What a prompt would meet if it came now; while no slot is free, in the one that it would take of all."""
         if engine not in self._engines:
             return Outlook()
         books = self._engines[engine]
         free = books.free()
-        slot, held = _choose(free or books.slots, tokens)
+        slot, held = _choose(free or books.slots, tokens, order, len(books.slots))
         beside = sum(other.cells for other in books.slots if other is not slot)
         return Outlook(slot.number if free else None, held, beside)
 
@@ -214,9 +235,15 @@ class Ledger:
             return 0
         return sum(slot.cells for slot in self._engines[lease.engine].slots if slot.number != lease.slot)
 
-    def place(self, engine: str, tokens: Tokens) -> int | None:
+    def has_company(self, lease: Lease) -> bool:
+        """Whether other slots of the engine are leased, too."""
+        if not self.is_current(lease):
+            return False
+        return any(slot.lease is not None for slot in self._engines[lease.engine].slots if slot.number != lease.slot)
+
+    def place(self, engine: str, tokens: Tokens, order: Order = ANY_ORDER) -> int | None:
         """The slot that a prompt would get if it came now; None where none is free."""
-        return self.outlook(engine, tokens).slot
+        return self.outlook(engine, tokens, order).slot
 
     def indifferent(self) -> bool:
         """Whether a prompt's ids would change nothing about the slot it gets: there is one, or none holds anything."""
@@ -224,7 +251,14 @@ class Ledger:
         return len(slots) == 1 or all(slot.holding is EMPTY and slot.lease is None for slot in slots)
 
     def claim(
-        self, engine: str, tokens: Tokens, prompt_tokens: int, growth: int, *, alone: bool = False
+        self,
+        engine: str,
+        tokens: Tokens,
+        prompt_tokens: int,
+        growth: int,
+        order: Order = ANY_ORDER,
+        *,
+        alone: bool = False,
     ) -> Lease | None:
         """Claim a slot for a prompt and an answer of up to `growth` tokens; None if there is no room now.
 
@@ -236,7 +270,7 @@ class Ledger:
         books = self._engines.get(engine)
         if books is None or not (free := books.free()) or (alone and not books.may_choose()):
             return None
-        slot, held = _choose(free, tokens)
+        slot, held = _choose(free, tokens, order, len(books.slots))
         never_fits = len(tokens) >= books.context
         cells = slot.cells if never_fits else min(prompt_tokens + growth, books.context)
         if (erase := books.make_room(slot, cells)) is None:
@@ -383,21 +417,31 @@ class Ledger:
         )
 
 
-def _choose(slots: list[_Slot], tokens: Tokens) -> tuple[_Slot, int]:
-    """The slot whose use costs least: the one that the prompt continues, else an empty one, else the oldest. With it
-    comes how many of the prompt's tokens it is believed to hold.
+def _choose(slots: list[_Slot], tokens: Tokens, order: Order, count: int) -> tuple[_Slot, int]:
+    """The slot whose use costs least, of an engine with `count`: the one that the prompt continues, else one where
+    readings wait least for one another, else an empty one, else the oldest. With it comes how many of the prompt's
+    tokens it is believed to hold.
 
     A prompt continues a slot when it keeps at least half of what the slot holds. Sharing no more than a system prompt
     is no reason to overwrite somebody's conversation while another slot is empty.
     """
-    best, held, most = slots[0], 0, (False, -1, False, 0, 0)
+    best, held, most = slots[0], 0, (False, -1, 0, False, 0, False, 0)
+    long = order.own_s >= LONG_S
     for slot in sorted(slots, key=lambda slot: len(slot.holding.tokens), reverse=True):
         # Once a slot is continued, only one that holds as much can be better.
         if most[0] and not slot.holding.may_hold(tokens, held):
             continue
         shared = slot.holding.prefix(tokens)
         continues = shared > 0 and 2 * shared >= len(slot.holding.tokens)
-        rank = (continues, shared if continues else 0, slot.cells == 0, shared // WORTHWHILE_TOKENS, -slot.used)
+        rank = (
+            continues,
+            shared if continues else 0,
+            -round(order.delay_s(slot.number) / SAME_S),
+            slot.cells == 0,
+            shared // WORTHWHILE_TOKENS,
+            long and 2 * slot.number >= count,
+            -slot.used,
+        )
         if rank > most:
             best, held, most = slot, shared, rank
     return best, held

@@ -7,13 +7,13 @@ the seconds in the router's views. Plain functions of the clock that is given; n
 import heapq
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from splitproxy.decide.recall import Recall
-from splitproxy.decide.speeds import Reading, Speeds
+from splitproxy.decide.speeds import LEAST_READ_TOKENS, Reading, Speeds
 from splitproxy.model import Ask, DecodeView, PrefillView, Reason, Route, RouteKind, Tokens
 
 # Work that takes longer than predicted is believed to take this part of its time so far more.
@@ -64,6 +64,11 @@ class Job:
         if phase is Phase.READING:
             self.forecast.start_reading(self)
 
+    @property
+    def is_slight(self) -> bool:
+        """Whether it reads next to nothing, such as the last token of a restored prompt: that hinders nobody."""
+        return self.reads is not None and self.reads.count < LEAST_READ_TOKENS
+
     def report(self, done: int, total: int) -> None:
         """The engine tells how far its reading has come: its own pace is better than a prediction."""
         if self._known is None:
@@ -102,6 +107,11 @@ def _comes_first(job: Job, slot: int | None) -> bool:
     """Whether an engine reads on for a job before it reads the prompt in a slot: batches are filled slot by slot, so a
     prompt in a lower slot overtakes one that came before it."""
     return job.slot is None or slot is None or job.slot <= slot
+
+
+def _reading_before_s(jobs: Iterable[Job], slot: int | None, now: float) -> float:
+    """Seconds that an engine will read for these jobs before it reads in a slot."""
+    return sum(job.reading_left_s(now) for job in jobs if job.at(now) is Phase.READING and _comes_first(job, slot))
 
 
 def _left_s(predicted_s: float, passed_s: float) -> float:
@@ -201,7 +211,7 @@ class Forecast:
                 continue
             if other.engine == job.engine:
                 other.crowded = job.crowded = True
-            else:
+            elif not (job.is_slight or other.is_slight):
                 other.hindered = job.hindered = True
         if job.reads is not None and (read_s := self._predicted_s(job.engine, job.reads)) is not None:
             job.read_s = read_s  # what it reads is certain by now
@@ -233,6 +243,15 @@ class Forecast:
         now = self.clock()
         return sum(job.reading_left_s(now) for job in self._of(engine))
 
+    def reading_s(self, engine: str) -> dict[int, float]:
+        """Seconds that are left of what the engine reads now, by slot."""
+        now = self.clock()
+        return {
+            job.slot: job.reading_left_s(now)
+            for job in self._of(engine)
+            if job.slot is not None and job.at(now) is Phase.READING
+        }
+
     def wait_s(self, engine: str, free_slots: int) -> float:
         """Seconds until a request that comes now has a slot: those that wait before it take slots first."""
         now = self.clock()
@@ -255,9 +274,8 @@ class Forecast:
             streams=sum(job.at(now) is not Phase.WAITING for job in jobs),
             arrivals_per_s=self._arrivals[view.engine].per_s(now),
             wait_s=self.wait_s(view.engine, view.free_slots),
-            reading_s=sum(
-                job.reading_left_s(now) for job in jobs if job.at(now) is Phase.READING and _comes_first(job, view.slot)
-            ),
+            reading_s=_reading_before_s(jobs, view.slot, now),
+            before_restored_s=_reading_before_s(jobs, view.restore_slot, now),
             coming_s=self._coming_s(view.engine, now),
             slows=max(
                 (self.speeds.slowed_part(job.engine) for job in self._jobs if job.target == view.engine), default=0.0
@@ -299,5 +317,7 @@ class Forecast:
     def _predicted_s(self, engine: str, reading: Reading) -> float | None:
         """Seconds that a reading takes if it begins now."""
         now = self.clock()
-        hindered = any(job.engine != engine and job.at(now) is Phase.READING for job in self._jobs)
+        hindered = any(
+            job.engine != engine and job.at(now) is Phase.READING and not job.is_slight for job in self._jobs
+        )
         return self.speeds.read_s(engine, reading, hindered=hindered)

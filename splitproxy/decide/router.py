@@ -253,7 +253,7 @@ def _handover(writer: DecodeView, reader: PrefillView, stall_weight: float) -> _
     if reader.read_s is None:
         return None
     ready_s = reader.queue_s + reader.read_s + reader.save_s
-    first_token_s = max(ready_s, writer.wait_s, writer.reading_s) + reader.restore_s + reader.added_s
+    first_token_s = max(ready_s, writer.wait_s, writer.before_restored_s) + reader.restore_s + reader.added_s
     return _Way(writer, reader, first_token_s, first_token_s + stall_weight * _held_up_s(writer, reader.restore_s))
 
 
@@ -288,5 +288,5 @@ def _reason(way: _Way, demand: Demand, own: Sequence[_Way], rules: Rules) -> Rea
 def _queueing_s(writer: DecodeView, reader: PrefillView) -> float:
     """What the queue at the prefill engine adds to a handover: nothing, where a decode slot takes as long."""
     alone_s = reader.read_s or 0.0
-    waits_s = max(writer.wait_s, writer.reading_s)
+    waits_s = max(writer.wait_s, writer.before_restored_s)
     return max(reader.queue_s + alone_s + reader.save_s, waits_s) - max(alone_s + reader.save_s, waits_s)

@@ -314,8 +314,11 @@ class Speeds:
             self.learn_move(
                 route.prefill_engine, record.engine, tokens, moved.session_bytes, moved.save_ms, moved.restore_ms
             )
-        if record.stream and not record.crowded and (added_ms := record.unexplained_ms) is not None:
-            kind = RouteKind.HANDOVER if moved is not None else RouteKind.LOCAL
+        alone = record.stream and not record.crowded and record.effective is not False
+        if alone and (added_ms := record.unexplained_ms) is not None:
+            kind = RouteKind.LOCAL
+            if moved is not None:  # the decode engine's first step is no reading, but comes before the first token
+                kind, added_ms = RouteKind.HANDOVER, added_ms + figures.prompt_ms
             self._added[kind].learn((float(route.prompt_tokens or 1), 1.0), max(added_ms, 0.01))
 
     # -- predicting ----------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from splitproxy.books.admission import Admission
-from splitproxy.books.ledger import NOTHING, Ledger
+from splitproxy.books.ledger import NOTHING, Ledger, Order
 from splitproxy.decide.forecast import Forecast, Job
+from splitproxy.decide.speeds import Reading
 from splitproxy.engines.adapter import Deadlines, Engine, PrefillEngine
 from splitproxy.fleet.health import Health
 from splitproxy.fleet.member import Member
@@ -115,12 +116,14 @@ class Fleet:
         the prefill engines in `avoid`."""
         ledger = self._ledger
         ready = ledger.ready(Role.DECODE)
-        outlooks = {name: ledger.outlook(name, tokens or NOTHING) for name in ready}
+        known, count = tokens or NOTHING, None if tokens is None else len(tokens)
+        outlooks = {name: ledger.outlook(name, known, self.order(name, count or 0)) for name in ready}
         decode = [
             DecodeView(
                 engine=name,
                 held_tokens=outlooks[name].held,
                 slot=outlooks[name].slot,
+                restore_slot=self._restore_slot(name, known, outlooks[name].slot),
                 beside=outlooks[name].beside,
                 context=ledger.context(name),
                 free_slots=ledger.count(name).free,
@@ -143,11 +146,20 @@ class Fleet:
             for (source, target), pair in self.pairs.items()
             if target in ready and source not in avoid
         ]
-        count = None if tokens is None else len(tokens)
         return (
             [self.forecast.decode_view(view, count) for view in decode],
             [self.forecast.prefill_view(view, tokens) for view in prefill],
         )
+
+    def order(self, engine: str, read_tokens: int) -> Order:
+        """What a decode engine reads now, and what a prompt of which it is to read so many tokens would add to it."""
+        read_s = self.forecast.speeds.read_s(engine, Reading(0, read_tokens))
+        return Order(read_s or 0.0, self.forecast.reading_s(engine))
+
+    def _restore_slot(self, engine: str, tokens: Tokens, slot: int | None) -> int | None:
+        """The slot that a session would be restored into: the same as the one to read in where nobody reads."""
+        order = self.order(engine, 0)
+        return self._ledger.place(engine, tokens, order) if order.others_s else slot
 
     @contextmanager
     def reading(self, source: str, route: Route) -> Iterator[Job]:

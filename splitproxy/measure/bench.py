@@ -22,6 +22,7 @@ from splitproxy.serve.assembly import Proxy, assembled
 
 UNSPLIT, SPLIT = "unsplit", "split"
 LISTEN = "127.0.0.1:0"
+KEEP_ALIVE_S = 3600.0  # the headers, which tell how a prompt was read, wait for the answer, however long that takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ async def benching(config: Config, store: SessionStore, load: Load, tell: Told) 
     config = config.model_copy(
         update={
             "listen": LISTEN,
+            "keep_alive_s": KEEP_ALIVE_S,
             "queue": config.queue.model_copy(update={"max": max(config.queue.max, load.requests)}),
         }
     )

@@ -25,7 +25,7 @@ def show_payoff(console: Console, payoff: Payoff) -> None:
             f"{rung.tokens:,}",
             *map(_seconds, (rung.local_s, rung.handover_s, rung.read_s, rung.save_s, rung.restore_s)),
             f"{rung.session_bytes / 2**20:.1f} MiB",
-            Text(f"{rung.gain:.2f} x", style),
+            Text(f"{rung.gain:.2f} x" if rung.reused else "read again", style if rung.reused else "bold red"),
         )
     console.print("Time to the first token, read by the decode engine alone, and moved to it:")
     console.print(table)
@@ -42,6 +42,8 @@ def verdict(payoff: Payoff) -> list[str]:
     """What a ladder says, in sentences."""
     if not payoff.rungs:
         return ["Nothing was measured to its end."]
+    if (lost := payoff.read_again_tokens) is not None:
+        return [f"Of {lost:,} tokens the decode engine reused too few after a restore: it read them again."]
     if (found := payoff.break_even_tokens) is None:
         return [
             f"A handover brings no first token sooner up to {payoff.rungs[-1].tokens:,} tokens. It can still pay where "

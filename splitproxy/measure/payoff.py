@@ -35,6 +35,7 @@ class Rung:
     save_s: float
     restore_s: float
     session_bytes: int
+    reused: bool = True  # by the decode engine's own figures, in every round
 
     @property
     def gain(self) -> float:
@@ -63,6 +64,11 @@ class Payoff:
                 return _crossing(rung, paying)
             paying = rung
         return paying.tokens
+
+    @property
+    def read_again_tokens(self) -> int | None:
+        """The shortest length of which restored prompts were read again; None where all were reused."""
+        return next((rung.tokens for rung in self.rungs if not rung.reused), None)
 
     @property
     def recommended_min_prompt_tokens(self) -> int | None:
@@ -144,6 +150,7 @@ class Ladder:
             middle("save_s"),
             middle("restore_s"),
             moves[0].session_bytes,
+            all(move.reused for move in moves),
         )
 
     async def _prompt(self, tokens: int) -> Prompt:
@@ -162,7 +169,7 @@ class Ladder:
         ticket = await self.source.prefill(prompt, self.source_slot, self.deadlines, _ignore)
         self._tickets.append(ticket)
         redeemed = await self.target.redeem(ticket, self.target_slot, self.deadlines)
-        await self.target.sample(prompt, self.target_slot, 1, self.deadlines)
+        sample = await self.target.sample(prompt, self.target_slot, 1, self.deadlines)
         handover_s = time.perf_counter() - start
         await self._discard()
         return Rung(
@@ -173,6 +180,7 @@ class Ladder:
             ticket.save_ms / 1000,
             redeemed.restore_ms / 1000,
             ticket.session_bytes,
+            sample.figures is None or sample.figures.cached_tokens >= ticket.proof_tokens,
         )
 
     def _slots(self) -> tuple[tuple[PrefillEngine, int], ...]:

@@ -204,8 +204,7 @@ class Request:
     def _unfit(self) -> Collection[str]:
         """The decode engines that failed this request, and while a session waits, those that have yet to prove that
         they can take it, unless all have."""
-        handover = self.trace.handover
-        if handover is None or handover.stage is not Stage.TICKETED:
+        if not self.carries or (handover := self.trace.handover) is None:
             return self.tried
         left = set(self.service.ledger.ready(Role.DECODE)) - self.tried
         unproven = {name for name in left if not self.service.fleet.can_redeem(handover.source.name, name)}
@@ -215,9 +214,8 @@ class Request:
 
     async def _answer(self, route: Route, room: Reservation | None = None) -> None:
         """Have a decode engine answer, and count it as work for the engine meanwhile."""
-        handover = self.trace.handover
-        moved = handover is not None and handover.stage is Stage.TICKETED
-        with self.service.fleet.forecast.answering(route, self.ask, self.prompt_tokens, moved=moved) as job:
+        answering = self.service.fleet.forecast.answering
+        with answering(route, self.ask, self.prompt_tokens, moved=self.carries) as job:
             try:
                 await self._answer_somewhere(route, job, room)
             finally:
@@ -267,7 +265,7 @@ class Request:
         try:
             engine = fleet.engine(lease.engine)
             call = self.incoming.call(engine.pinned(self.ask, lease.slot), streams=self.ask.stream)
-            trace.start_decode()
+            trace.start_decode(others_at_work=service.ledger.has_company(lease))
             self.ids = IdReader()
             calling = engine.call(call, service.settings.deadlines)
             async with self._followed(share), slots.settling(share), calling as answer:
@@ -315,18 +313,24 @@ class Request:
         least, template = self.service.settings.rules.least, self.service.fleet.template_bytes
         return self.ask.not_splittable is None and surely_shorter(self.ask, least, template)
 
+    @property
+    def carries(self) -> bool:
+        """Whether the request has a session that waits to be restored."""
+        return self.trace.handover is not None and self.trace.handover.stage is Stage.TICKETED
+
     async def _decode_lease(self, route: Route) -> Lease:
         ledger, count = self.service.ledger, self.prompt_tokens
         wanted = self.ask.max_tokens
         growth = self.service.settings.reserve_tokens if wanted is None else wanted
-        alone = not self.ask.pinned
+        alone, reads = not self.ask.pinned, 0 if self.carries else count
 
         def claim(engine: str) -> Lease | None:
             if self.ask.answers > 1:
                 return ledger.claim_engine(engine)
             if self._is_stale(route, engine):
                 raise StaleRoute
-            return ledger.claim(engine, self.known, count, growth, alone=alone)
+            order = self.service.fleet.order(engine, reads)
+            return ledger.claim(engine, self.known, count, growth, order, alone=alone)
 
         # A conversation waits for the engine that holds it; what no engine holds goes wherever a slot is free. Who
         # needs a whole engine waits for one alone: it would keep all the others from being used as well.
@@ -404,10 +408,9 @@ class Request:
         fleet, source = self.service.fleet, handover.source.name
         if not handover.prove(figures.cached_tokens):
             proven_tokens = fleet.pairs[source, lease.engine].proven_tokens
-            others = self.service.ledger.count(lease.engine).busy > 1
             read = figures.cached_tokens + figures.read_tokens
             counted = read if handover.prompt.tokens.may_be(read) else len(handover.prompt)
-            seen = Circumstances(counted, figures, proven_tokens, others)
+            seen = Circumstances(counted, figures, proven_tokens, self.trace.others_at_work)
             self.trace.in_vain = likely_cause(seen)
         bytes_per_token = handover.ticket.session_bytes / handover.ticket.tokens
         fleet.pairs.judge(source, lease.engine, len(handover.prompt), self.trace.in_vain, bytes_per_token)

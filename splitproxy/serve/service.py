@@ -66,7 +66,9 @@ class Service:
         trace = Trace("", ask.api, ask.stream)
         route, tokens = await self.route(ask, None, trace)
         source = "local" if self.tokenizer.verdict(route.decode_engine).local else "engine"
-        slot = None if tokens is None else self.ledger.place(route.decode_engine, tokens)
+        reads = route.prompt_tokens if route.prefill_engine is None else 0
+        order = self.fleet.order(route.decode_engine, reads or 0)
+        slot = None if tokens is None else self.ledger.place(route.decode_engine, tokens, order)
         return access.decision(route) | {"tokenizer": source, "decode_slot": slot}
 
     async def route(

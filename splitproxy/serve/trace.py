@@ -40,6 +40,7 @@ class Trace:
     hindered: bool = False
     prefill_hindered: bool = False
     crowded: bool = False
+    others_at_work: bool = False  # the decode engine had other requests, too, when it got this one
     in_vain: InVain | None = None
     handover: Handover | None = None
     taken_over: list[Failure] = field(default_factory=list)  # handovers that failed and that another engine began anew
@@ -68,8 +69,9 @@ class Trace:
         """The route is chosen."""
         self.route, self.decided = route, time.perf_counter()
 
-    def start_decode(self) -> None:
+    def start_decode(self, *, others_at_work: bool = False) -> None:
         """The decode engine gets the request."""
+        self.others_at_work = others_at_work
         self.step = Step.DECODE.value
         self.decode_start = time.perf_counter()
 
