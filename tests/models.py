@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 ARCHITECTURES = {"dense": "llama", "sliding": "gemma3", "hybrid": "lfm2"}
 
-# Sizes for tests that need an engine to be slow: reading speed on one core in tokens/s is about 1400, 350 and 140.
+# Sizes for those who need an engine to be slow: reading speed on one core in tokens/s is about 1400, 800, 350 and 140.
 SMALL: dict[str, int | str] = {
     "dim": 256, "layers": 8, "heads": 8, "kv": 4, "ff": 768, "dtype": "q8_0",
 }  # fmt: skip
+LIGHT: dict[str, int | str] = {"dim": 512, "layers": 8, "heads": 8, "kv": 4, "ff": 1408, "dtype": "q8_0"}
 MID: dict[str, int | str] = {"dim": 768, "layers": 12, "heads": 12, "kv": 4, "ff": 2048, "dtype": "q8_0"}
 BIG: dict[str, int | str] = {"dim": 1024, "layers": 20, "heads": 16, "kv": 4, "ff": 2816, "dtype": "q8_0"}
 # A session file of 16 kB a token, for tests of the transfer.

@@ -1,6 +1,9 @@
 """Whether it pays: the break-even length from a table, the ladder on fake engines, and a clean end at any time."""
 
 import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -148,3 +151,19 @@ async def test_an_engine_that_fails_is_an_error(fake: Start, session_dir: Path) 
         with pytest.raises(EngineError):
             await ladder.climb([128], 1)
         assert left_behind(session_dir, reader, writer) == []
+
+
+async def test_every_pair_has_its_picture(fake: Start, session_dir: Path, tmp_path: Path) -> None:
+    """`check --png` with several pairs writes a picture of each, and none over another."""
+    pytest.importorskip("matplotlib", reason="matplotlib, which draws the pictures, is not installed")
+    reader, writers = await fake(), [await fake(slots=2) for _ in range(2)]
+    named = [("r", "prefill", reader.url), *((f"w{n}", "decode", writer.url) for n, writer in enumerate(writers))]
+    engines = "".join(f'[[engines]]\nname = "{name}"\nrole = "{role}"\nurl = "{url}"\n' for name, role, url in named)
+    config = tmp_path / "pairs.toml"
+    config.write_text(f'[split]\ndir = "{session_dir}"\n{engines}')
+    options = ("--up-to", "256", "--rounds", "1", "--png", str(tmp_path / "pays.png"))
+    command = (sys.executable, "-m", "splitproxy", "check", "-c", str(config), *options)
+    checking = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
+    output, _ = await checking.communicate()
+    assert checking.returncode == 0, output.decode()
+    assert {name for name in os.listdir(tmp_path) if name.endswith(".png")} == {"pays-r-w0.png", "pays-r-w1.png"}
