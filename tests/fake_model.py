@@ -19,6 +19,7 @@ Memory = Literal["dense", "sliding", "hybrid", "none"]
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 SPECIAL_IDS = {text: 256 + place for place, text in enumerate(SPECIALS)}
 VOCABULARY = 256 + len(SPECIALS)
+SEED_SHIFT = 12  # in a slot's memory: the token's bits, and above them the model's seed
 END = SPECIAL_IDS["<|im_end|>"]
 
 ALPHABET = b"etaoinshrdlu \n"
@@ -87,13 +88,14 @@ class Weights:
 
     def word(self, token: int) -> int:
         """What reading this token leaves in the memory."""
-        return token ^ (self.seed << 12)
+        return token ^ (self.seed << SEED_SHIFT)
 
     def answers(self, memory: Sequence[int]) -> Iterator["Sample"]:
         """The tokens that follow this memory, without end; each is remembered before the next."""
         state = hashlib.blake2b(array("i", memory).tobytes(), key=self.seed.to_bytes(4, "little"), digest_size=8)
+        foreign = any(word >> SEED_SHIFT != self.seed for word in memory)
         while True:
-            sample = Sample(state.copy().digest(), self.seed)
+            sample = Sample(state.copy().digest(), self.seed + foreign)
             yield sample
             state.update(self.word(sample.token).to_bytes(4, "little"))
 
@@ -103,7 +105,9 @@ class Sample:
     """One sampled token, with the figures that a caller may ask for."""
 
     digest: bytes
-    seed: int = 1  # of the model: two of them never give the same figures, though now and then the same token
+    # Two models never give the same figures, nor does one of them with what the other has read, though now and then
+    # they give the same token.
+    shift: int = 1
 
     @property
     def token(self) -> int:
@@ -113,7 +117,7 @@ class Sample:
         """The most likely tokens and their log probabilities, the sampled one first."""
         first = self.digest[0] % len(ALPHABET)
         likely = [ALPHABET[(first + n) % len(ALPHABET)] for n in range(min(max(count, 1), len(ALPHABET)))]
-        return [(token, -0.5 * self.seed - n - self.digest[1] / 1024) for n, token in enumerate(likely)]
+        return [(token, -0.5 * self.shift - n - self.digest[1] / 1024) for n, token in enumerate(likely)]
 
 
 @dataclass(slots=True)

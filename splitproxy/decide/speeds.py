@@ -17,9 +17,8 @@ from splitproxy.model import RequestRecord, RouteKind
 
 SAMPLES_PER_BUCKET = 5
 BUCKETS_PER_OCTAVE = 2
-MOST_BUCKETS = (
-    64  # of which those that got no sample for longest are forgotten: a fit takes about 10 us for each sample
-)
+# Of more, those that got no sample for longest are forgotten: a fit takes about 10 us for each sample.
+MOST_BUCKETS = 64
 SAMPLE_HALF_LIFE, LEAST_WEIGHT = 48.0, 0.2  # samples after which one counts half; what the oldest still counts
 LEAST_VALUE, MOST_VALUE = 1e-6, 1e13  # milliseconds or bytes beyond which nothing was measured
 ROUNDS = 5  # of re-weighting; the sum of absolute deviations has settled by then

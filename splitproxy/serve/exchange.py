@@ -14,6 +14,7 @@ from splitproxy.books.admission import Turn
 from splitproxy.engines.adapter import content_length
 from splitproxy.errors import Cause, EngineError, Fault, RequestError
 from splitproxy.model import Api, Ask, Outcome, RequestRecord, Role
+from splitproxy.serve.course import serve
 from splitproxy.serve.drain import Drain
 from splitproxy.serve.relay import pass_on
 from splitproxy.serve.request import Request
@@ -47,7 +48,7 @@ class Exchange(Service):
         try:
             with self.admission.turn(incoming.client) as turn:
                 async with client, self.drain.bounded():
-                    await Request(self, incoming, ask, client, trace, turn).serve()
+                    await serve(Request(self, incoming, ask, client, trace, turn))
         except (RequestError, EngineError) as error:
             trace.outcome = Outcome.ERROR
             trace.status = await self.refuse(client, error, trace.engine, incoming.request_id)

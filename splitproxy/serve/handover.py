@@ -98,6 +98,11 @@ class Handover:
     redeemed: Redeemed | None = None
     failure: Failure | None = None
 
+    @property
+    def was_answered(self) -> bool:
+        """Whether the engine of a failed step has surely stopped working on its slot: it answered."""
+        return self.failure is not None and self.failure.cause in (Cause.REFUSED, Cause.CORRUPT)
+
     async def take(self, slot: int, progress: Progress) -> bool:
         """Have the prefill engine read the prompt, and save its session."""
         self._move(Event.READ)
