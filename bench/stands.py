@@ -32,7 +32,7 @@ from splitproxy.serve.assembly import Proxy, assembled
 from tests.fake_engine import FakeEngine
 from tests.models import SMALL, tiny_model
 
-FLOOR_TOKENS = 64
+FLOOR_TOKENS = 32
 REAL, SMOLLM2, EQUAL, SLOW_SAVE = "real", "SmolLM2", "simulated", "slow save"
 FAKE_TPS, FAKE_WRITE_TPS = 4000.0, 200.0
 

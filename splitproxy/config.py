@@ -72,7 +72,7 @@ class Split(Table):
     """When prompts are handed over, and where session files go."""
 
     policy: Policy = Policy.AUTO
-    min_prompt_tokens: Count = 512
+    min_prompt_tokens: Count | None = None
     force_handover_tokens: Count = 0
     stall_weight: Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, allow_inf_nan=False)] = 1.0
     on_prefill_failure: Literal["local", "reject"] = "local"
@@ -83,6 +83,14 @@ class Split(Table):
     prefill_silence_s: Seconds = 60
     transfer_timeout_s: Seconds = 120
     decode_silence_s: Seconds = 900
+
+    @property
+    def floor_tokens(self) -> int:
+        """`min_prompt_tokens`, or what is usual: the fewest that are worth weighing; where nothing is weighed, enough
+        to pay on most machines."""
+        if self.min_prompt_tokens is not None:
+            return self.min_prompt_tokens
+        return 512 if self.policy is Policy.THRESHOLD else 32
 
 
 class Tokenizer(Table):

@@ -302,6 +302,13 @@ def test_precedence(write: Write, env: dict[str, str], flags: list[str], policy:
     assert (split.policy, split.min_prompt_tokens, split.probe_tokens) == (policy, floor, 512)
 
 
+@pytest.mark.parametrize(("policy", "floor"), [(None, 32), ("auto", 32), ("threshold", 512), ("always", 32)])
+def test_the_usual_floor_goes_by_the_policy(write: Write, policy: str | None, floor: int) -> None:
+    """Where each prompt is weighed, few tokens are worth weighing; where none is, more must be new."""
+    said = [] if policy is None else [f"split.policy={policy}"]
+    assert load(write(WRITER), {}, said).split.floor_tokens == floor
+
+
 @pytest.mark.parametrize(
     ("flag", "key", "value"),
     [

@@ -57,7 +57,7 @@ def show_running(console: Console, proxy: Proxy, address: str) -> None:
     console.print("Try a long prompt; its log line below says which way it went, and why:", highlight=False)
     key = ' -H "Authorization: Bearer $KEY"' if proxy.config.api_keys else ""
     sentence = "The quick brown fox jumps over the lazy dog, number $(seq -s ' ' 1 {0}). What came before the dog?"
-    prompt = sentence.format(max(300, proxy.config.split.min_prompt_tokens // 3))
+    prompt = sentence.format(max(300, proxy.config.split.floor_tokens // 3))
     body = '{\\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"' + prompt
     body += '\\"}], \\"max_tokens\\": 24, \\"stream\\": true}'
     line = f'  curl -N {address}/v1/chat/completions{key} -H "Content-Type: application/json" -d "{body}"'

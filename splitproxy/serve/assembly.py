@@ -138,7 +138,7 @@ async def assembled(
         admission = Admission(ledger, settings.queue.max)
         probe_tokens = 0 if split.policy is Policy.NEVER else split.probe_tokens
         fleet = Fleet(engines, ledger, admission, deadlines(split), probe_tokens, store.sweep, tokenizer.meet)
-        rules = Rules(split.policy, split.min_prompt_tokens, split.force_handover_tokens, split.stall_weight)
+        rules = Rules(split.policy, split.floor_tokens, split.force_handover_tokens, split.stall_weight)
         exchange = Exchange(
             Settings(
                 rules=rules,
@@ -155,7 +155,7 @@ async def assembled(
             lambda record: proxy.observe(record),
             Drain(),
         )
-        collectors = metrics.Metrics(fleet, ledger, admission, split.min_prompt_tokens)
+        collectors = metrics.Metrics(fleet, ledger, admission, split.floor_tokens)
         proxy = Proxy(
             settings, store, ledger, admission, fleet, exchange, tokenizer, collectors, deque(maxlen=RECENT_REQUESTS)
         )

@@ -12,7 +12,7 @@ def status(proxy: Proxy) -> dict[str, Any]:
     tables = {table.name: table for table in proxy.config.engines}
     return {
         "policy": proxy.config.split.policy,
-        "min_prompt_tokens": proxy.config.split.min_prompt_tokens,
+        "min_prompt_tokens": proxy.config.split.floor_tokens,
         "engines": [
             {
                 "name": name,

@@ -120,7 +120,7 @@ class StrataLauncher(Launching):
         free_bytes = shutil.disk_usage(self._session_dir).free
         if arena.path is not None and arena.path.parent.stat().st_dev == self._session_dir.stat().st_dev:
             free_bytes -= arena.added_bytes
-        least = self._config.split.min_prompt_tokens
+        least = self._config.split.floor_tokens
         room = memory.room(self._plan.run.args(Role.PREFILL), self._session_dir, free_bytes, least)
         if room.fault:
             raise ConfigError([room.fault])
