@@ -50,7 +50,6 @@ from tests.models import LIGHT, MID, SMALL, tiny_model
 
 LIMITS = {"chat": Limits(1.0, 0.15), "document": Limits(10.0, 0.15)}
 CONTEXT, SLOTS = 16384, 8
-FLOOR_TOKENS = 256
 MODELS = {"small": SMALL, "light": LIGHT, "mid": MID}
 INSIDE = 0.9  # of the requests, at the highest rate that counts
 
@@ -73,7 +72,7 @@ async def split(model: Path) -> AsyncIterator[Place]:
         fields = {
             "listen": "127.0.0.1:0",
             "keep_alive_s": KEEP_ALIVE_S,
-            "split": {"policy": "auto", "min_prompt_tokens": FLOOR_TOKENS, "dir": str(store.folder)},
+            "split": {"policy": "auto", "dir": str(store.folder)},
             "launch": {
                 "engine": "embedded", "model": str(model), "log_dir": logs, "context": CONTEXT, "decode_slots": SLOTS,
             },

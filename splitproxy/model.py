@@ -273,7 +273,7 @@ class DecodeView:
     free_slots: int
     waiting: int = 0  # requests that wait for this very engine
     streams: int = 0  # requests that it reads or writes for now, which stand still while a prompt is read
-    arrivals_per_s: float = 0.0  # requests that it alone can read, and that wait when they come meanwhile
+    arrivals_per_s: float = 0.0  # requests, prompts and sessions, that wait when they come meanwhile
     slot: int | None = None  # the one that the prompt would get to be read in; None: not known
     restore_slot: int | None = None  # the one that a session of the prompt would be restored into
     beside: int = 0  # tokens that its other slots hold

@@ -57,27 +57,25 @@ def test_an_engine_that_reports_its_pace_is_believed(forecast: Forecast, clock: 
 
 
 @pytest.mark.parametrize(
-    ("reason", "counts"),
-    [(Reason.TOO_SHORT, True), (Reason.WARM, True), (Reason.NOT_SPLITTABLE, True), (Reason.LOCAL_CHEAPER, False)],
+    ("reason", "moved"), [(Reason.TOO_SHORT, False), (Reason.LOCAL_CHEAPER, False), (Reason.WORTH_MOVING, True)]
 )
-def test_a_decode_engine_expects_what_only_it_can_read(
-    forecast: Forecast, clock: Clock, reason: Reason, counts: bool
-) -> None:
-    """Four requests without a choice make a rate, for their engine alone; it falls while no more come."""
+def test_a_decode_engine_expects_what_will_come(forecast: Forecast, clock: Clock, reason: Reason, moved: bool) -> None:
+    """Four requests make a rate, for their engine alone and whoever reads them; it falls while no more come."""
+    route = Route(RouteKind.HANDOVER if moved else RouteKind.LOCAL, reason, "w")
 
     def rate(engine: str = "w") -> float:
         return forecast.decode_view(DecodeView(engine, 0, 4096, 4), 100).arrivals_per_s
 
     for _ in range(3):
-        with forecast.answering(Route(RouteKind.LOCAL, reason, "w"), ASK, 10, moved=False):
+        with forecast.answering(route, ASK, 10, moved=moved):
             clock.now += 4
     assert rate() == 0
-    with forecast.answering(Route(RouteKind.LOCAL, reason, "w"), ASK, 10, moved=False):
+    with forecast.answering(route, ASK, 10, moved=moved):
         clock.now += 4
-    assert rate() == (0.25 if counts else 0)
+    assert rate() == 0.25
     assert rate("v") == 0
     clock.now += 24
-    assert rate() == (0.1 if counts else 0)
+    assert rate() == 0.1
 
 
 def test_requests_that_come_together_are_no_rate(forecast: Forecast) -> None:

@@ -114,7 +114,7 @@ CASES = [
          decode=[writer(read_s=2, streams=1)], prefill=[reader(read_s=3, save_s=0.2, restore_s=0.1)]),
     Case("auto, restoring stalls them too", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,
          decode=[writer(read_s=2, streams=4)], prefill=[reader(read_s=2, restore_s=1.9)]),
-    Case("auto, so do short prompts that will come meanwhile", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
+    Case("auto, so does what will come meanwhile", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
          decode=[writer(read_s=2, arrivals_per_s=1)], prefill=[reader(read_s=3.9)]),
     Case("auto, of which fewer come while it only restores", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,
          decode=[writer(read_s=2, arrivals_per_s=1)], prefill=[reader(read_s=2, restore_s=1.9)]),

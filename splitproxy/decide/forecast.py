@@ -14,13 +14,11 @@ from enum import Enum
 
 from splitproxy.decide.recall import Recall
 from splitproxy.decide.speeds import LEAST_READ_TOKENS, Reading, Speeds
-from splitproxy.model import Ask, DecodeView, PrefillView, Reason, Route, RouteKind, Tokens
+from splitproxy.model import Ask, DecodeView, PrefillView, Route, RouteKind, Tokens
 
 # Work that takes longer than predicted is believed to take this part of its time so far more.
 LEAST_LEFT = 0.1
 LEAST_TOLD = 0.1  # of a reading must be done before its own pace counts
-# What only a decode engine can read. Any other prompt has a choice when it comes, and weighs its waiting itself.
-NO_CHOICE = frozenset({Reason.TOO_SHORT, Reason.WARM, Reason.NOT_SPLITTABLE})
 ARRIVALS, LEAST_ARRIVALS = 32, 4  # from which a rate is taken: at most the latest so many, at least so many
 LEAST_SPAN_S = 10.0  # over which they are spread at least: a few that come together are no rate
 
@@ -192,8 +190,8 @@ class Forecast:
     def answering(self, route: Route, ask: Ask, tokens: int, *, moved: bool) -> AbstractContextManager[Job]:
         """The decode engine's part of a request for `tokens`; `moved`: with a session ready to restore."""
         engine, read_s = route.decode_engine, 0.0
-        if route.reason in NO_CHOICE:
-            self._arrivals[engine].note(self.clock())
+        # Whatever comes waits for what the engine reads then, a restored session's last token no less than a prompt.
+        self._arrivals[engine].note(self.clock())
         if moved and route.prefill_engine is not None:
             size = self.speeds.session_bytes(route.prefill_engine, engine, tokens)
             read_s = self.speeds.restore_s(engine, size)
