@@ -157,20 +157,22 @@ class Tokens:
         """
         a, b = memoryview(self._raw), other._raw  # slices of it are no copies
         end = min(len(a), len(b))
-        shared = min(4 * start, end)
-        block, largest = _LEAST_BYTES, _MOST_BYTES
-        while shared < end:
-            block = min(block, end - shared)
-            if b.startswith(a[shared : shared + block], shared):
-                shared += block
-                block = min(2 * block, largest)
-            elif block <= _LEAST_BYTES:
-                apart = int.from_bytes(a[shared : shared + block], "little")
-                apart ^= int.from_bytes(b[shared : shared + block], "little")
-                return (shared + ((apart & -apart).bit_length() - 1) // 8) // 4
+        shared, block = min(4 * start, end), _LEAST_BYTES
+        while shared + block <= end and b.startswith(a[shared : shared + block], shared):
+            shared += block
+            if block < _MOST_BYTES:
+                block *= 2
+        block = min(block, end - shared)  # they part in it, or it is the end
+        while block > _LEAST_BYTES:
+            half = block // 2
+            if b.startswith(a[shared : shared + half], shared):
+                shared += half
+                block -= half
             else:
-                block = largest = max(_LEAST_BYTES, block // 2 // 4 * 4)
-        return shared // 4
+                block = half
+        apart = int.from_bytes(a[shared : shared + block], "little")
+        apart ^= int.from_bytes(b[shared : shared + block], "little")
+        return (shared + (((apart & -apart).bit_length() - 1) // 8 if apart else block)) // 4
 
 
 ESTIMATE_FACTOR = 2
