@@ -3,7 +3,8 @@
     python -m bench.deciding [--runs 200]
 
 The books are those of one prefill engine that remembers 8 prompts and a decode engine with 8 slots, each of 128k
-tokens, all but the last thousands of which the prompt shares with every one of them.
+tokens, all but the last thousands of which the prompt shares with every one of them. As many requests have come before
+as are remembered.
 """
 
 import argparse
@@ -21,18 +22,20 @@ from rich.table import Table
 from splitproxy.books.admission import Admission
 from splitproxy.books.ledger import Holding, Ledger
 from splitproxy.books.sessions import SessionStore
+from splitproxy.decide.arrivals import REMEMBERED
 from splitproxy.decide.recall import PROMPTS
 from splitproxy.decide.router import Demand, Rules, decide
 from splitproxy.decide.speeds import Reading
 from splitproxy.engines.adapter import Deadlines
 from splitproxy.engines.llama_server import LlamaServer
 from splitproxy.fleet.fleet import Fleet
-from splitproxy.model import EngineState, PairState, Policy, Role, Tokens
+from splitproxy.model import Api, Ask, EngineState, PairState, Policy, Reason, Role, Route, RouteKind, Tokens
 
 SLOTS, HELD_TOKENS = 8, 128 * 1024
 BUDGET_MS = 0.2
 LEAST_APART, STEP_APART = 5000, 3000  # tokens from a prompt's end
 RULES = Rules(Policy.AUTO, 2048)
+EARLIER = Ask(Api.CHAT, "/v1/chat/completions", b"{}")
 
 
 def books(ids: list[int]) -> Ledger:
@@ -72,6 +75,9 @@ async def measure(runs: int) -> dict[str, list[float]]:
         fleet.pairs["reader", "writer"].state = PairState.PROVEN
         for number in range(PROMPTS):
             fleet.forecast.recall.learn("reader", parted(ids, number), 0, HELD_TOKENS)
+        for _ in range(REMEMBERED):
+            with fleet.forecast.answering(Route(RouteKind.LOCAL, Reason.TOO_SHORT, "writer"), EARLIER, 10, moved=False):
+                pass
 
         def one(tokens: Tokens) -> None:
             decode, prefill = fleet.views(tokens)

@@ -41,7 +41,7 @@ def test_the_common_prefix_is_what_a_plain_loop_finds(common: list[int], a: list
     assert Tokens(b).common_prefix(Tokens(a)) == shared(a, b)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 64])
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 64, 65, 400])
 def test_the_common_prefix_ends_at_any_place(length: int) -> None:
     """A difference at each single place is found at that place."""
     ids = list(range(length))

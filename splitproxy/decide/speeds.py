@@ -7,7 +7,7 @@ process. A single odd figure changes little; an engine that has become slower or
 import math
 import operator
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -251,13 +251,13 @@ class EngineSpeeds:
 class Speeds:
     """All engines and pairs. What is not known yet is predicted as None."""
 
-    _engines: dict[str, EngineSpeeds] = field(default_factory=dict)
+    _engines: dict[str, EngineSpeeds] = field(default_factory=lambda: defaultdict(EngineSpeeds))
     _sizes: dict[tuple[str, str], Fit] = field(default_factory=dict)
     _added: dict[RouteKind, Fit] = field(default_factory=lambda: {kind: Fit(2) for kind in RouteKind})
     _answer: Median = field(default_factory=Median)
 
     def engine(self, name: str) -> EngineSpeeds:
-        return self._engines.setdefault(name, EngineSpeeds())
+        return self._engines[name]
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
