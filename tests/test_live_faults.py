@@ -54,7 +54,9 @@ async def until_it_has_computed(pid: int, seconds: float) -> None:
 async def launched(model: Path, folder: Path, logs: Path) -> AsyncIterator[tuple[Launcher, Front]]:
     """Two engines under the launcher, which starts a dead one again at once, with the proxy in front of them."""
     launch = {"engine": "embedded", "model": str(model), "log_dir": str(logs)}
-    config = Config.model_validate({"listen": "127.0.0.1:0", "drain_s": 1, "launch": launch})
+    config = Config.model_validate(
+        {"listen": "127.0.0.1:0", "drain_s": 1, "split": {"policy": "threshold"}, "launch": launch}
+    )
     launcher = Launcher(config, folder, heal_interval_s=0.5)
     async with launcher, proxied(config.model_copy(update={"engines": launcher.engines}), folder) as front:
         yield launcher, front
