@@ -22,7 +22,7 @@ from rich.table import Table
 from splitproxy.books.admission import Admission
 from splitproxy.books.ledger import Holding, Ledger
 from splitproxy.books.sessions import SessionStore
-from splitproxy.decide.arrivals import REMEMBERED
+from splitproxy.decide.forecast import ARRIVALS
 from splitproxy.decide.recall import PROMPTS
 from splitproxy.decide.router import Demand, Rules, decide
 from splitproxy.decide.speeds import Reading
@@ -75,7 +75,7 @@ async def measure(runs: int) -> dict[str, list[float]]:
         fleet.pairs["reader", "writer"].state = PairState.PROVEN
         for number in range(PROMPTS):
             fleet.forecast.recall.learn("reader", parted(ids, number), 0, HELD_TOKENS)
-        for _ in range(REMEMBERED):
+        for _ in range(ARRIVALS):
             with fleet.forecast.answering(Route(RouteKind.LOCAL, Reason.TOO_SHORT, "writer"), EARLIER, 10, moved=False):
                 pass
 

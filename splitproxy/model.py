@@ -275,6 +275,7 @@ class DecodeView:
     free_slots: int
     waiting: int = 0  # requests that wait for this very engine
     streams: int = 0  # requests that it reads or writes for now, which stand still while a prompt is read
+    arrivals_per_s: float = 0.0  # requests, prompts and sessions, that wait when they come meanwhile
     slot: int | None = None  # the one that the prompt would get to be read in; None: not known
     restore_slot: int | None = None  # the one that a session of the prompt would be restored into
     beside: int = 0  # tokens that its other slots hold
@@ -284,7 +285,6 @@ class DecodeView:
     coming_s: tuple[float, ...] = ()  # in which time sessions are ready that are on their way to it
     slows: float = 0.0  # the part of its reading time by which those take longer
     read_s: float | None = None  # to read what it lacks of the prompt; None: not known yet
-    newcomers_s: float = 0.0  # that those will wait, taken together, who come while it reads that
     added_s: float = 0.0  # what comes on top of its work
 
 
@@ -305,7 +305,6 @@ class PrefillView:
     read_s: float | None = None  # to read what it lacks of the prompt; None: not known yet
     save_s: float = 0.0
     restore_s: float = 0.0
-    newcomers_s: float = 0.0  # that those will wait, taken together, who come while the decode engine restores
     added_s: float = 0.0  # what comes on top of the engines' work
 
 

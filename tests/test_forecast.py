@@ -60,24 +60,30 @@ def test_an_engine_that_reports_its_pace_is_believed(forecast: Forecast, clock: 
     ("reason", "moved"), [(Reason.TOO_SHORT, False), (Reason.LOCAL_CHEAPER, False), (Reason.WORTH_MOVING, True)]
 )
 def test_a_decode_engine_expects_what_will_come(forecast: Forecast, clock: Clock, reason: Reason, moved: bool) -> None:
-    """Whoever read a request's prompt, more like it will come to its decode engine while that reads, or restores."""
+    """Four requests make a rate, for their engine alone and whoever reads them; it falls while no more come."""
     route = Route(RouteKind.HANDOVER if moved else RouteKind.LOCAL, reason, "w")
-    forecast.speeds.learn_reading("w", Reading(0, 1000), 8000)
-    for _ in range(20):
+
+    def rate(engine: str = "w") -> float:
+        return forecast.decode_view(DecodeView(engine, 0, 4096, 4), 100).arrivals_per_s
+
+    for _ in range(3):
         with forecast.answering(route, ASK, 10, moved=moved):
-            clock.now += 2
+            clock.now += 4
+    assert rate() == 0
+    with forecast.answering(route, ASK, 10, moved=moved):
+        clock.now += 4
+    assert rate() == 0.25
+    assert rate("v") == 0
+    clock.now += 24
+    assert rate() == 0.1
 
-    def newcomers(engine: str) -> tuple[float, float]:
-        prompt = Tokens(range(1000))
-        decode = forecast.decode_view(DecodeView(engine, 0, 4096, 4), len(prompt))
-        prefill = forecast.prefill_view(PrefillView("r", engine, True, PairState.PROVEN, 4096, 0, True), prompt)
-        return decode.newcomers_s, prefill.newcomers_s
 
-    assert newcomers("w") == pytest.approx((12, 0), rel=0.2)  # three of them, after 2, 4 and 6 seconds
-    for engine in ("w", "v"):
-        forecast.speeds.learn_move("r", engine, 1000, 10**6, 10, 5000)
-    assert newcomers("w") == pytest.approx((12, 4), rel=0.2)
-    assert newcomers("v") == (0, 0)
+def test_requests_that_come_together_are_no_rate(forecast: Forecast) -> None:
+    """A burst says nothing about what comes afterwards: it is spread over ten seconds."""
+    for _ in range(4):
+        with forecast.answering(Route(RouteKind.LOCAL, Reason.TOO_SHORT, "w"), ASK, 10, moved=False):
+            pass
+    assert forecast.decode_view(DecodeView("w", 0, 4096, 4), 100).arrivals_per_s == 0.4
 
 
 def test_a_save_comes_after_all_is_read(forecast: Forecast, clock: Clock) -> None:

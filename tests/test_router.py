@@ -115,11 +115,11 @@ CASES = [
     Case("auto, restoring stalls them too", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,
          decode=[writer(read_s=2, streams=4)], prefill=[reader(read_s=2, restore_s=1.9)]),
     Case("auto, so does what will come meanwhile", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
-         decode=[writer(read_s=2, newcomers_s=2)], prefill=[reader(read_s=3.9)]),
+         decode=[writer(read_s=2, arrivals_per_s=1)], prefill=[reader(read_s=3.9)]),
     Case("auto, of which fewer come while it only restores", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO,
-         decode=[writer(read_s=2, newcomers_s=2)], prefill=[reader(read_s=2, restore_s=1.9, newcomers_s=1.8)]),
+         decode=[writer(read_s=2, arrivals_per_s=1)], prefill=[reader(read_s=2, restore_s=1.9)]),
     Case("auto, unless others do not count", LOCAL, Reason.LOCAL_CHEAPER, policy=Policy.AUTO, weight=0,
-         decode=[writer(read_s=2, streams=9, newcomers_s=9)], prefill=[reader(read_s=2.1)]),
+         decode=[writer(read_s=2, streams=9, arrivals_per_s=9)], prefill=[reader(read_s=2.1)]),
     Case("auto, the prefill engine is busy", LOCAL, Reason.PREFILL_BUSY, policy=Policy.AUTO,
          decode=[writer(read_s=5)], prefill=[reader(read_s=1, queue_s=9)]),
     Case("auto, busy, but the decode engine is too", HANDOVER, Reason.WORTH_MOVING, policy=Policy.AUTO,
@@ -233,7 +233,7 @@ def test_what_may_be_forced_is_not_too_short_to_count(policy: Policy, floor: int
 
 def test_both_predictions_come_with_the_route() -> None:
     """A route tells both ways' seconds, whichever was taken, and what a local reading would do to others."""
-    slow = writer(read_s=4, wait_s=1, streams=1, newcomers_s=4, added_s=0.5)
+    slow = writer(read_s=4, wait_s=1, streams=1, arrivals_per_s=0.5, added_s=0.5)
     quick = reader(read_s=1, queue_s=2, save_s=0.25, restore_s=0.125, added_s=0.5)
     for rules in (AUTO, Rules(Policy.ALWAYS, 0), Rules(Policy.NEVER, 0)):
         route = decide(Demand(1000), [slow], [quick], rules)
@@ -265,33 +265,24 @@ def test_engines_that_cost_the_same_are_told_apart_by_what_they_hold() -> None:
 @given(
     local=st.floats(0, 100),
     streams=st.integers(0, 8),
-    newcomers=st.floats(0, 100),
-    restoring=st.floats(0, 5),
+    arrivals=st.floats(0, 5),
     queue=st.floats(0, 100),
     read=st.floats(0, 100),
     restore=st.floats(0, 5),
     wait=st.floats(0, 100),
 )
 def test_auto_never_takes_the_dearer_way(
-    local: float,
-    streams: int,
-    newcomers: float,
-    restoring: float,
-    queue: float,
-    read: float,
-    restore: float,
-    wait: float,
+    local: float, streams: int, arrivals: float, queue: float, read: float, restore: float, wait: float
 ) -> None:
     """With speeds known, the way taken costs no more than the other, or a handover next to nothing more; a longer queue
     never speaks for a handover."""
-    at = writer(read_s=local, streams=streams, newcomers_s=newcomers, wait_s=wait)
+    at = writer(read_s=local, streams=streams, arrivals_per_s=arrivals, wait_s=wait)
 
     def taken(queue_s: float) -> RouteKind:
-        view = reader(read_s=read, restore_s=restore, newcomers_s=restoring, queue_s=queue_s)
-        return decide(Demand(1000), [at], [view], AUTO).kind
+        return decide(Demand(1000), [at], [reader(read_s=read, restore_s=restore, queue_s=queue_s)], AUTO).kind
 
-    local_cost = wait + local + (streams * local + newcomers)
-    move_cost = max(queue + read, wait) + restore + (streams * restore + restoring)
+    local_cost = wait + local + (streams * local + arrivals * local**2 / 2)
+    move_cost = max(queue + read, wait) + restore + (streams * restore + arrivals * restore**2 / 2)
     assert (taken(queue) is HANDOVER) == (move_cost <= EVEN_FACTOR * local_cost)
     if taken(queue) is LOCAL:
         assert taken(2 * queue + 1) is LOCAL

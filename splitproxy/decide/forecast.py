@@ -6,13 +6,12 @@ the seconds in the router's views. Plain functions of the clock that is given; n
 
 import heapq
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from splitproxy.decide.arrivals import Arrivals
 from splitproxy.decide.recall import Recall
 from splitproxy.decide.speeds import LEAST_READ_TOKENS, Reading, Speeds
 from splitproxy.model import Ask, DecodeView, PrefillView, Route, RouteKind, Tokens
@@ -20,6 +19,8 @@ from splitproxy.model import Ask, DecodeView, PrefillView, Route, RouteKind, Tok
 # Work that takes longer than predicted is believed to take this part of its time so far more.
 LEAST_LEFT = 0.1
 LEAST_TOLD = 0.1  # of a reading must be done before its own pace counts
+ARRIVALS, LEAST_ARRIVALS = 32, 4  # from which a rate is taken: at most the latest so many, at least so many
+LEAST_SPAN_S = 10.0  # over which they are spread at least: a few that come together are no rate
 
 
 class Phase(Enum):
@@ -115,6 +116,22 @@ def _left_s(predicted_s: float, passed_s: float) -> float:
     return max(predicted_s - passed_s, LEAST_LEFT * max(predicted_s, passed_s))
 
 
+class _Arrivals:
+    """When the latest requests came."""
+
+    def __init__(self) -> None:
+        self._at: deque[float] = deque(maxlen=ARRIVALS)
+
+    def note(self, now: float) -> None:
+        self._at.append(now)
+
+    def per_s(self, now: float) -> float:
+        """How many come in a second; where none has come for long, few."""
+        if len(self._at) < LEAST_ARRIVALS:
+            return 0.0
+        return len(self._at) / max(now - self._at[0], LEAST_SPAN_S)
+
+
 @dataclass(slots=True)
 class _Together:
     """Readings of one engine that overlapped: nobody knows how long each took, but all of them took the time."""
@@ -138,7 +155,7 @@ class Forecast:
     clock: Callable[[], float] = time.monotonic
     _jobs: list[Job] = field(default_factory=list)
     _together: dict[str, _Together] = field(default_factory=dict)
-    _arrivals: dict[str, Arrivals] = field(default_factory=lambda: defaultdict(Arrivals))
+    _arrivals: dict[str, _Arrivals] = field(default_factory=lambda: defaultdict(_Arrivals))
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -250,11 +267,10 @@ class Forecast:
         """The view with its seconds, for a prompt of `tokens`."""
         jobs = list(self._of(view.engine))
         now = self.clock()
-        read_s = self._reading_s(view.engine, view.held_tokens, tokens, view.beside)
         return replace(
             view,
             streams=sum(job.at(now) is not Phase.WAITING for job in jobs),
-            newcomers_s=self._arrivals[view.engine].waiting_s(read_s or 0.0, now),
+            arrivals_per_s=self._arrivals[view.engine].per_s(now),
             wait_s=self.wait_s(view.engine, view.free_slots),
             reading_s=_reading_before_s(jobs, view.slot, now),
             before_restored_s=_reading_before_s(jobs, view.restore_slot, now),
@@ -262,7 +278,7 @@ class Forecast:
             slows=max(
                 (self.speeds.slowed_part(job.engine) for job in self._jobs if job.target == view.engine), default=0.0
             ),
-            read_s=read_s,
+            read_s=self._reading_s(view.engine, view.held_tokens, tokens, view.beside),
             added_s=self.speeds.added_s(RouteKind.LOCAL, tokens or 1),
         )
 
@@ -271,15 +287,13 @@ class Forecast:
         tokens = None if prompt is None else len(prompt)
         size = self.speeds.session_bytes(view.engine, view.decode_engine, tokens or 0)
         held = view.held_tokens if prompt is None else self.recall.held(view.engine, prompt, view.held_tokens)
-        restore_s = self.speeds.restore_s(view.decode_engine, size)
         return replace(
             view,
             held_tokens=held,
             queue_s=self.backlog_s(view.engine),
             read_s=self._reading_s(view.engine, held, tokens),
             save_s=self.speeds.save_s(view.engine, size),
-            restore_s=restore_s,
-            newcomers_s=self._arrivals[view.decode_engine].waiting_s(restore_s, self.clock()),
+            restore_s=self.speeds.restore_s(view.decode_engine, size),
             added_s=self.speeds.added_s(RouteKind.HANDOVER, tokens or 1),
         )
 

@@ -254,8 +254,7 @@ def _handover(writer: DecodeView, reader: PrefillView, stall_weight: float) -> _
         return None
     ready_s = reader.queue_s + reader.read_s + reader.save_s
     first_token_s = max(ready_s, writer.wait_s, writer.before_restored_s) + reader.restore_s + reader.added_s
-    held_up_s = writer.streams * reader.restore_s + reader.newcomers_s
-    return _Way(writer, reader, first_token_s, first_token_s + stall_weight * held_up_s)
+    return _Way(writer, reader, first_token_s, first_token_s + stall_weight * _held_up_s(writer, reader.restore_s))
 
 
 def _stall_s(writer: DecodeView) -> float:
@@ -266,7 +265,13 @@ def _stall_s(writer: DecodeView) -> float:
     done_s = writer.reading_s + read_s
     slower_s = sum(writer.slows * min(read_s, ready_s) for ready_s in writer.coming_s)
     waiting_s = sum(min(max(done_s - ready_s, 0.0), read_s) for ready_s in writer.coming_s)
-    return writer.streams * read_s + writer.newcomers_s + slower_s + waiting_s
+    return _held_up_s(writer, read_s) + slower_s + waiting_s
+
+
+def _held_up_s(writer: DecodeView, seconds: float) -> float:
+    """What a decode engine that is busy for so long costs those that it works for, and those that come meanwhile: they
+    wait for half of it on average."""
+    return writer.streams * seconds + writer.arrivals_per_s * seconds**2 / 2
 
 
 def _reason(way: _Way, demand: Demand, own: Sequence[_Way], rules: Rules) -> Reason | None:
